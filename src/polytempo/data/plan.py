@@ -13,6 +13,11 @@ ranks make the same number of steps.
 If a strategy computes a global batch in slices (`core.arithmetic.slice_tree`), "ranks" above are slices: slices, and an
 epoch's last batches, do not depend on the number of ranks.
 
+With gradient accumulation each part above is cut into micro-batches. The parts, and so the steps, stay as they are.
+
+    rank 0              0 | 1    4 | 5    8 9           2 micro-batches, or 1 where some rank has only one sample
+    rank 1              2 | 3    6 | 7    10
+
 One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those samples goes to
 one rank, and every other rank gets a copy of the first one that counts nothing (`Pick.local_samples` is 0, so its share
 of the step is 0).
@@ -42,6 +47,8 @@ class Pick(NamedTuple):
     """Samples that count on this rank: `stop - start`, or 0 for a stand-in."""
     global_samples: int
     """Samples of the step over all ranks."""
+    following: int = 0
+    """Micro-batches of the same part that follow this one."""
 
     @property
     def num_samples(self) -> int:
@@ -115,12 +122,23 @@ def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int
     return own_picks(consumed, plan(num_samples, consumed, size, batch_size), size, [rank])
 
 
-def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int]) -> Iterator[Pick]:
-    """The parts numbered `own` in every step, of global batches from `start` on."""
+def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int], cuts: int = 1) -> Iterator[Pick]:
+    """The parts numbered `own` in every step, of global batches from `start` on, each in `cuts` micro-batches.
+
+    Every part of a step has equally many: fewer than `cuts` if a part of the step has fewer samples.
+    """
     for global_samples in batches:
         for number in own:
-            yield pick(start, global_samples, parts, number)
+            yield from _cut(pick(start, global_samples, parts, number), max(1, min(cuts, global_samples // parts)))
         start += global_samples
+
+
+def _cut(whole: Pick, cuts: int) -> Iterator[Pick]:
+    """A part in micro-batches."""
+    for number in range(cuts):
+        begin, end = part(whole.num_samples, cuts, number)
+        counts = end - begin if whole.local_samples else 0
+        yield Pick(whole.start + begin, whole.start + end, counts, whole.global_samples, cuts - 1 - number)
 
 
 def num_batches(num_samples: int, size: int, batch_size: int, deals: Deals) -> int:
@@ -143,9 +161,9 @@ def dealt(num_samples: int, size: int, batch_size: int, deals: Deals, batch: int
     size + rank` is the pick of `rank` in `step` (see `picks`).
 
     >>> dealt(11, size=2, batch_size=2, deals="freely", batch=5)
-    Pick(start=10, stop=11, local_samples=1, global_samples=1)
+    Pick(start=10, stop=11, local_samples=1, global_samples=1, following=0)
     >>> dealt(9, size=2, batch_size=2, deals="evenly", batch=2)
-    Pick(start=4, stop=7, local_samples=3, global_samples=5)
+    Pick(start=4, stop=7, local_samples=3, global_samples=5, following=0)
     """
     count = num_batches(num_samples, size, batch_size, deals)
     if not 0 <= batch < count:

@@ -61,9 +61,10 @@ class DataShard:
             ...
 
     With `slices` every global batch is cut into so many slices, and a rank gets the slices of its `subtree` one by one,
-    as many batches a step (`own`). With `global_batch_size` neither a global batch nor a slice depends on `size`. With
-    `together` this rank's batches hold the batches of so many ranks from this one on, one behind the other; all of them
-    must get equally many samples (`plan.alike`), and the data must be tensors in memory.
+    as many batches a step (`own`). With `micro_batches` each batch comes in at most so many parts (`following`). With
+    `global_batch_size` neither a global batch nor a slice depends on `size`. With `together` this rank's batches hold
+    the batches of so many ranks from this one on, one behind the other; all of them must get equally many samples
+    (`plan.alike`), and the data must be tensors in memory.
 
     Raises ValueError for a data set with fewer samples than ranks or slices, for a loader with a sampler or
     batch sampler of its own, for a global batch with fewer samples than ranks or slices, and for a stream in slices.
@@ -82,6 +83,7 @@ class DataShard:
         slices: int | None = None,
         gathered: Gathered | None = None,
         together: int = 1,
+        micro_batches: int = 1,
         device: torch.device | None = None,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
@@ -99,7 +101,7 @@ class DataShard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
-        self._gathered, self._together = gathered, together
+        self._gathered, self._together, self._micro_batches = gathered, together, micro_batches
         self._device, self._mover = device, BatchMover(device)
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
@@ -117,6 +119,8 @@ class DataShard:
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
+        self.following = 0
+        """Micro-batches of the same batch that follow the one that was handed out last."""
         self.left: list[PlaceSpan] = []
         """Places that are dealt before the rest of the epoch: they were dealt to a worker that was lost with them."""
         self.spans: list[PlaceSpan] = []
@@ -161,12 +165,15 @@ class DataShard:
         self._follow_sampler()
         at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
         again: list[PlaceSpan] = []
-        for i, (step, batch) in enumerate(self._moved()):
-            if i % len(self.own) == 0:
+        ended, begins = 0, True
+        for step, batch in self._moved():
+            if ended % len(self.own) == 0 and begins:
                 begin, at, self.spans = at, at + step.global_samples, []
                 again, self.left = parted(self.left, step.global_samples) if self.left else ([], [])
                 self.consumed += 0 if again else step.global_samples
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            self.following, begins = step.following, not step.following
+            ended += begins
             if step.local_samples and again:
                 self.spans += parted(parted(again, step.start - begin)[1], step.local_samples)[0]
             elif step.local_samples:
@@ -223,6 +230,7 @@ class DataShard:
             shuffle=self.shuffle,
             global_batch_size=self._global_batch_size,
             slices=self.slices,
+            micro_batches=self._micro_batches,
             device=self._device,
         )
         other.load_state_dict(self.state_dict())
@@ -281,7 +289,7 @@ class DataShard:
             batches = global_batches(num_places(self.left), self.global_batch_size, self._parts) + batches
             again = [self._order(self.num_samples, span.epoch)[span.start : span.stop] for span in self.left]
             order, begin = torch.cat([*again, order[self.consumed :]]), 0
-        steps = list(own_picks(begin, batches, self._parts, self.own))
+        steps = list(own_picks(begin, batches, self._parts, self.own, self._micro_batches))
         if self._tensors is not None:
             tensors, rows = self._tensors
             if self._together > 1:

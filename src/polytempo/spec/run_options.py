@@ -96,6 +96,12 @@ class RunOptions:
     """Samples per worker and step. Default: the job's."""
     global_batch_size: Annotated[Count | None, Option(TRAINING, "B")] = None
     """Samples per step of all workers together, in place of --batch-size."""
+    accumulate: Annotated[Count, Option(TRAINING, "K")] = 1
+    """Compute a worker's batch in K micro-batches, and exchange behind the last one. Default: 1.
+
+    Steps and their batches stay as they are: `batch_size` and `global_batch_size` are of a step, of all micro-batches
+    together. Memory for activations shrinks by K. Norms that compute statistics of a batch see micro-batches.
+    """
     lr: Annotated[Positive | None, Option(TRAINING, "R")] = None
     """Learning rate. Default: the job's."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), Option(TRAINING, "S")] = 0

@@ -17,6 +17,7 @@ import msgspec
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
+from polytempo.data.plan import slices
 from polytempo.spec.batch_growth import Geometric, NormTest
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.precision import Precision
@@ -61,6 +62,8 @@ class RunSpec:
         each = options.batch_size or job.batch_size
         if options.global_batch_size is not None:
             each = -(-options.global_batch_size // max(1, workers // strategy.holders))
+        if options.accumulate > each:
+            refuse({"accumulation", "few samples"}, accumulate=options.accumulate, samples=each)
         by_steps = options.epochs is None and options.steps is not None
         return cls(
             job=job,
@@ -84,6 +87,10 @@ class RunSpec:
     def seed(self) -> int:
         """The seed of all random numbers of the run."""
         return self.options.seed
+
+    def passes(self, samples: int) -> list[int]:
+        """The samples of each pass over a worker's batch: of its micro-batches, where gradients are accumulated."""
+        return [stop - start for start, stop in slices(samples, min(samples, self.options.accumulate))]
 
     @property
     def replicas(self) -> int:
@@ -200,6 +207,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "elastic": options.elastic,
         "local scaling": options.scaling == "local",
         "global batch": options.global_batch_size is not None,
+        "accumulation": options.accumulate > 1,
         "average": options.ema is not None,
         "reshape": bool(options.reshape),
         "restore": options.on_drift == "restore",

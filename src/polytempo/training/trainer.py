@@ -63,7 +63,7 @@ from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current,
 _TOKEN_BYTES = 8
 _MUST_AGREE = (
     *("epochs", "steps", "until", "resume", "checkpoint_every", "ema", "noise_scale", "global_batch_size"),
-    *("batch_growth", "precision"),
+    *("accumulate", "batch_growth", "precision"),
 )
 
 

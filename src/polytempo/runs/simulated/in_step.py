@@ -55,7 +55,12 @@ def groups_in_turn(spec: RunSpec, cluster: Cluster, data: Data, model: nn.Module
     strategy, options = spec.strategy, spec.options
     if strategy.features - {"server"} or sparse_tables(model) or not all(map(_forgets, model.modules())):
         return []
-    if options.looks_every is not None or options.batch_growth or options.precision is not None:
+    if (
+        options.looks_every is not None
+        or options.batch_growth
+        or options.precision is not None
+        or options.accumulate > 1
+    ):
         return []
     return groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
 

@@ -69,7 +69,8 @@ def priced_parts(
     whole, named = _resolved(spec, data)
     names = [name for name, _ in whole.named_parameters()]
     size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
-    batch = beside(whole, first_batch(spec.job, data, size, spec.seed))
+    passes = spec.passes(size)
+    batch = beside(whole, first_batch(spec.job, data, passes[0], spec.seed))
     hosts = cluster.hosts(spec.workers)
     assert named.strategy.parted is not None
     each = cost.part(named.strategy.parted.ranks)
@@ -84,11 +85,11 @@ def priced_parts(
     async def program(port: Port) -> None:
         replica, applied = parts[port.rank].replica, updates(port.rank)
         objective = objective_of(spec.job, replica, None)
-        work = StepWork(partial(_gradients, spec, objective, batch), lambda: None)
+        work = StepWork(partial(_gradients, spec, objective, batch, len(passes)), lambda: None)
         data_port = ports_of(laid_out_run(port, spec.strategy)).data
         for step in range(steps):
             await port.mark(step)
-            await step_of_work(data_port, replica, charged(each, replica, size, applied.varied(1.0)), work, applied)
+            await step_of_work(data_port, replica, charged(each, replica, passes, applied.varied(1.0)), work, applied)
         await replica.settle()
         await applied.settle()
         await port.barrier()  # as where it computes: waiting for the slowest is training time
@@ -120,9 +121,10 @@ def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
     return replace(spec, strategy=replace(spec.strategy, layout=InParts(parted)))
 
 
-def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) -> None:
+def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any, passes: int) -> None:
     try:
-        objective(batch).backward()
+        for _ in range(passes):
+            objective(batch).backward()
     except (RuntimeError, TypeError) as error:
         if not _WITHOUT_VALUES.search(str(error)):
             raise

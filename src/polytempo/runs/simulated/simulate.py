@@ -301,10 +301,10 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     async def program(port: Port) -> None:
         replica = Replica(model, optimizer, spec.strategy, workers, masters=masters)
         updates = _updates(spec, port.rank)
-        samples = global_batch * _part(spec, port.rank)
+        passes = [global_batch * _part(spec, port.rank) / options.accumulate] * options.accumulate
         for step in range(steps):
             await port.mark(step)
-            await meta_step(port, replica, cost, samples, updates)
+            await meta_step(port, replica, cost, passes, updates)
         await replica.settle()
         await updates.settle()
 

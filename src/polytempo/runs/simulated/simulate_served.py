@@ -292,7 +292,7 @@ def _step_s(model: nn.Module, cost: StepCost, spec: RunSpec, cluster: Cluster) -
     numel = sum(parameter.numel() for parameter in model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     network, workers, samples = cluster.network, spec.workers, spec.batch_size
-    computing_s = cluster.computing_s(samples * cost.flops_per_sample, cost.gradients(samples))
+    computing_s = cluster.computing_s(samples * cost.flops_per_sample, cost.gradients(spec.passes(samples)))
     if cluster.server_flops_per_s is not None or cluster.speeds is not None:
         serving = (KernelUse("serve", 1, num_bytes, 4.0 * numel),)
         computing_s += workers * cluster.computing_s(4.0 * numel, serving, server=True)

@@ -22,6 +22,7 @@ class OptionKeywords(TypedDict, total=False):
     data: Path | str | None
     batch_size: int | None
     global_batch_size: int | None
+    accumulate: int
     lr: float | None
     seed: int
     allow_nan: bool

@@ -212,6 +212,7 @@ class ElasticTraining:
             seed=spec.seed,
             global_batch_size=spec.global_batch_size if keeps_all else None,
             slices=spec.strategy.slices,
+            micro_batches=spec.options.accumulate,
             device=self._device,
         )
 

@@ -80,6 +80,7 @@ def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataSh
         seed=spec.seed,
         global_batch_size=spec.options.global_batch_size,
         slices=spec.strategy.slices,
+        micro_batches=spec.options.accumulate,
         **more,
     )
 

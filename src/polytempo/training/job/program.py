@@ -279,7 +279,7 @@ def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int
     """The batch of a step, or its slices; None at the end of the epoch."""
     if context.shard.slices is not None:
         return next_slices(context.job, context.shard, batches, context.spec.seed, step)
-    if len(context.shard.own) > 1:
+    if len(context.shard.own) > 1 or context.options.accumulate > 1:
         return next_pieces(context.job, context.shard, batches, context.spec.seed, step)
     if not context.shard.in_memory:
         seed_step(context.spec.seed, rank, step, "data")

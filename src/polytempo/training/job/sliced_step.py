@@ -40,12 +40,16 @@ class BatchSlice(NamedTuple):
 def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> list[BatchSlice] | None:
     """This rank's slices of the next global batch; None at the end of an epoch."""
     found = []
+    purpose = "data" if shard.slices is None and len(shard.own) == 1 else "slice's data"
     for number in shard.own:
-        seed_step(seed, number, step, "slice's data")
-        batch = next_batch(job, batches)
-        if batch is None:
-            return None
-        found.append(BatchSlice(number, batch, shard.batch_samples, shard.share or 0.0))
+        seed_step(seed, number, step, purpose)
+        follows = True
+        while follows:  # micro-batches draw what their batch would
+            batch = next_batch(job, batches)
+            if batch is None:
+                return None
+            found.append(BatchSlice(number, batch, shard.batch_samples, shard.share or 0.0))
+            follows = shard.following > 0
     return found
 
 

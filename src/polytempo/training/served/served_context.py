@@ -37,6 +37,8 @@ class ServedContext:
     data: Data
     batches: Batches
     compute_gradients: ComputeGradients
+    passes: Callable[[int], list[int]]
+    """The samples of each pass over a batch of so many."""
     reads: bool = True
     """False for tensors without values: batches are not read."""
     seed: int = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ from polytempo.server.worker.server_calls import through
 from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.server.worker.stage_work import WorkSource, work_of
 from polytempo.server.worker.work_client import WorkClient
-from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
-from polytempo.spec.objective import loss_of
+from polytempo.spec.objective import loss_of, part_weights
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.growth import Pieces
 from polytempo.training.job.program import ROWS_PER_EPOCH, Meter
+from polytempo.training.job.sliced_step import BatchSlice
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.run_device import device_of
 from polytempo.training.pipeline.served_stage import ServedStage
@@ -124,28 +127,31 @@ def performed_work(
     return through(client, port, through_stages(messages, work(group, context, client, stages=stages)))
 
 
-def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
+def gradients_of(model: nn.Module, spec: RunSpec, cost: StepCost) -> ComputeGradients:
     """Forward and backward for real; a virtual world charges `cost`."""
 
-    def compute(batch: Any) -> Tensor:
-        loss = loss_of(job, model, batch)
-        loss.backward()
+    def backward(batch: Any, weight: float) -> Tensor:
+        loss = loss_of(spec.job, model, batch)
+        (loss if weight == 1 else weight * loss).backward()
         return loss.detach()
 
+    def compute(batch: Any) -> Tensor:
+        return batch.computed(backward) if isinstance(batch, Pieces) else backward(batch, 1.0)
+
     async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
-        flops, uses = cost.flops_per_sample * samples, cost.gradients(samples)
+        flops, uses = cost.flops_per_sample * samples, cost.gradients(spec.passes(samples))
         return await port.compute(lambda: compute(batch), flops, uses=uses)
 
     return compute_gradients
 
 
-def gradients_without_values(cost: StepCost) -> ComputeGradients:
+def gradients_without_values(spec: RunSpec, cost: StepCost) -> ComputeGradients:
     """Nothing is computed, and no `.grad` is set; a virtual world charges `cost`."""
 
     loss = _loss_without_value()
 
     async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
-        await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
+        await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(spec.passes(samples)))
         return loss
 
     return compute_gradients
@@ -246,9 +252,20 @@ class _TicketWorker:
         if not context.reads:
             return None
         seed_step(context.seed, 0, ticket.number, "data")
-        batch = called(context.job, BATCH, context.batches.at, ticket.epoch, ticket.batch, facts=lambda: ON_BATCH)
+        batch = called(context.job, BATCH, self._read, ticket, facts=lambda: ON_BATCH)
         seed_step(context.seed, 0, ticket.number, "model")
         return batch
+
+    def _read(self, ticket: Ticket) -> Any:
+        """The ticket's batch; in micro-batches where gradients are accumulated."""
+        context, place = self._context, (ticket.epoch, ticket.batch)
+        passes = context.passes(context.batches.pick(ticket.batch).num_samples)
+        if len(passes) == 1:
+            return context.batches.at(*place)
+        samples, ends, total = context.batches.samples(*place), list(accumulate(passes, initial=0)), sum(passes)
+        found = [samples.collated(*bounds) for bounds in pairwise(ends)]
+        pieces = [BatchSlice(i, *one, one[1] / total) for i, one in enumerate(zip(found, passes, strict=True))]
+        return Pieces(pieces, part_weights(context.job, found))
 
     async def _staged(self, stage: ServedStage, ticket: Ticket) -> int:
         """The ticket's batch through this stage, with the exchange of the gradient that is then there, which may be of

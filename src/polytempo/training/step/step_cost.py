@@ -5,7 +5,7 @@ step · forward │ backward of bucket 0, its check and scaling │ … of bucke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, get_args
@@ -80,10 +80,14 @@ class StepCost(NamedTuple):
         """The cost of one of so many ranks that share a model's layers. Kernels are measured of whole layers."""
         return StepCost(self.flops_per_sample / ranks, done=self.done)
 
-    def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
-        """Kernel uses of a step of `replica` on `samples` samples, times `factor`."""
+    def uses(self, replica: Replica, passes: Sequence[float], factor: float = 1.0) -> StepUses:
+        """Kernel uses of a step of `replica` in passes over so many samples, times `factor`.
+
+        All passes but the last are part of `forward`.
+        """
         if self.profile is None:
             return StepUses()
+        *earlier, samples = passes
         back = self._pass(self.profile, "backward", samples)
         parts = [
             together([*(use.times(share) for use in back), *self._exchanged(bucket)])
@@ -93,25 +97,27 @@ class StepCost(NamedTuple):
             tensors = list(replica.trainable.values())
             check = self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
             parts = [together([*back, *check])]
-        forward = [*self._paced(_batch(samples)), *self._pass(self.profile, "forward", samples)]
+        before = [use for each in earlier for use in self._passes(self.profile, each)]
+        forward = [*self._paced(_batch(sum(passes))), *before, *self._pass(self.profile, "forward", samples)]
+        forward = list(together(forward)) if before else forward
         return StepUses(
             tuple(use.times(factor) for use in forward),
             tuple(tuple(use.times(factor) for use in part) for part in parts),
             self._paced([update_use(replica.optimizer)]),
         )
 
-    def gradients(self, samples: float) -> Uses:
-        """Kernel uses of forward and backward on `samples` samples, for gradients that a parameter server takes.
+    def gradients(self, passes: Sequence[float]) -> Uses:
+        """Kernel uses of forward and backward in passes over so many samples, for gradients that a parameter server takes.
 
         A worker also looks for NaN in the gradients and packs them. A push copies them; a pull copies the parameters
         twice, the second time to their places.
         """
         if self.profile is None:
             return ()
-        passes = [use for which in get_args(Pass) for use in self._pass(self.profile, which, samples)]
+        computed = [use for each in passes for use in self._passes(self.profile, each)]
         tensors, num_bytes = self.parameters
         check = [KernelUse("check", tensors, num_bytes)] if self.checks else []
-        own = self._paced([*_batch(samples), *check])
+        own = self._paced([*_batch(sum(passes)), *check])
         pushes, pulls = self.served
         served = [
             KernelUse(SERVER_STEP),
@@ -120,10 +126,15 @@ class StepCost(NamedTuple):
             KernelUse("copy", 1 + tensors, 2 * num_bytes).times(pulls),
             KernelUse(SERVER_EXCHANGE, 1, num_bytes).times((pushes + pulls) / 2),
         ]
-        return together([*own, *passes, *served])
+        return together([*own, *computed, *served])
 
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
         return self._paced(profile.uses(which, samples))
+
+    def _passes(self, profile: JobProfile, samples: float) -> Iterator[KernelUse]:
+        """Forward and backward."""
+        for which in get_args(Pass):
+            yield from self._pass(profile, which, samples)
 
     def _paced(self, uses: Iterable[KernelUse]) -> Uses:
         return tuple(use.times(self.pace) for use in uses)

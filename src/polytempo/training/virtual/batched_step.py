@@ -61,7 +61,7 @@ class BatchedReplicas:
                 computed=lambda _: self._gradients.loss(worker),
                 updated=partial(self._updates.make, worker),
             )
-            charge = charged(cost, replica, samples, updates.varied(1.0))
+            charge = charged(cost, replica, [samples], updates.varied(1.0))
             loss: Tensor = await step_of_work(port, replica, charge, work, updates)
             return loss
 

@@ -2,11 +2,13 @@
 
 compute   | forward | backward of bucket 0 | backward of bucket 1 | ...        step |
 network                                    | exchange bucket 0    | exchange bucket 1 |
+
+A batch in pieces, or in micro-batches, is computed in so many passes; "forward" above then includes all but the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from polytempo.device import random_states, set_random_states
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.training.job.gradients import StepGradients
+from polytempo.training.job.growth import Pieces
 from polytempo.training.job.program import TakeStep
 from polytempo.training.model.parted_parameters import align
 from polytempo.training.step.replica import Replica
@@ -46,13 +49,17 @@ class Charge(NamedTuple):
 
     flops: float
     uses: StepUses
+    last: float = 1.0
+    """The last pass's part of the operations: exchanges begin in its backward."""
     shares: tuple[float, ...] = ()
-    """The part of the backward pass before each bucket's exchange."""
+    """The part of that backward pass before each bucket's exchange."""
 
 
-def charged(cost: StepCost, replica: Replica, samples: float, factor: float) -> Charge:
-    """The costs of a step on `samples` samples, times `factor`."""
-    return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor), cost.shares(replica))
+def charged(cost: StepCost, replica: Replica, passes: Sequence[float], factor: float) -> Charge:
+    """The costs of a step in passes over so many samples, times `factor`."""
+    samples = sum(passes)
+    flops, last = cost.flops_per_sample * samples * factor, passes[-1] / samples if samples else 1.0
+    return Charge(flops, cost.uses(replica, passes, factor), last, cost.shares(replica))
 
 
 def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, seed: int = 0) -> TakeStep:
@@ -74,8 +81,10 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         replica.weigh_layers(share)
         if replica.strategy.slices is not None:
-            samples = sum(piece.samples for piece in batch)
-        charge = charged(cost, replica, samples, gradients.work * updates.varied(1.0))
+            passes = [sum(piece.samples for piece in batch)]
+        else:
+            passes = [piece.samples for piece in batch.pieces] if isinstance(batch, Pieces) else [samples]
+        charge = charged(cost, replica, passes, gradients.work * updates.varied(1.0))
         work = StepWork(partial(computed, batch, port.world_rank), replica.optimizer.step, share)
         loss: Tensor = await step_of_work(port, replica, charge, work, updates)
         return loss
@@ -83,9 +92,9 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
     return take_step
 
 
-async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float, updates: Updates) -> None:
+async def meta_step(port: Port, replica: Replica, cost: StepCost, passes: Sequence[float], updates: Updates) -> None:
     """A step of a model on the meta device: nothing is computed, everything is charged."""
-    charge = charged(cost, replica, samples, updates.varied(1.0))
+    charge = charged(cost, replica, passes, updates.varied(1.0))
 
     def gradients() -> None:
         for parameter in replica.trainable.values():
@@ -98,15 +107,15 @@ async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float
 async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepWork, updates: Updates) -> Any:
     """One step of a replica."""
     size = replica.numel
-    buckets, (flops, uses, shares) = replica.buckets, charge
+    buckets, (flops, uses, last, shares) = replica.buckets, charge
     overlaps = bool(buckets) and replica.strategy.slices is None
-    begun = (flops / 3, uses.forward) if overlaps else (flops, uses.whole)
+    begun = (flops * (1 - last) + flops * last / 3, uses.forward) if overlaps else (flops, uses.whole)
     answer = work.computed(await _computed(port, replica, work.gradients, *begun))
     exchanges = []
     for i, bucket in enumerate(buckets):
         if overlaps:
             part = uses.backward[i] if uses.backward else ()
-            await port.compute(lambda: None, flops * 2 / 3 * shares[i], uses=part)
+            await port.compute(lambda: None, flops * last * 2 / 3 * shares[i], uses=part)
         exchange = replica.exchange(port, bucket, work.share)
         if i + 1 < len(buckets):
             exchanges.append(await port.start(exchange))

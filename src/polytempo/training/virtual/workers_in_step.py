@@ -51,7 +51,7 @@ class WorkersInStep:
 
         async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             work = StepWork(partial(summed.compute, batch), replica.optimizer.step, share)
-            charge = charged(cost, replica, samples, updates.varied(1.0))
+            charge = charged(cost, replica, [samples], updates.varied(1.0))
             loss: Tensor = await step_of_work(port, replica, charge, work, updates)
             return loss
 

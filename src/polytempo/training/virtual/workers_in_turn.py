@@ -58,7 +58,7 @@ class WorkersInTurn:
             assert share is not None
             summed = partial(self._compute, worker, replica, guard, batch, share)
             work = StepWork(summed, replica.optimizer.step, share=1.0)
-            charge = charged(cost, replica, samples, updates.varied(1.0))
+            charge = charged(cost, replica, [samples], updates.varied(1.0))
             loss: Tensor = await step_of_work(port, replica, charge, work, updates)
             return loss
 
