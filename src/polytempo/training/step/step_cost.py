@@ -107,7 +107,7 @@ class StepCost(NamedTuple):
         )
 
     def gradients(self, passes: Sequence[float]) -> Uses:
-        """Kernel uses of forward and backward in passes over so many samples, for gradients that a parameter server takes.
+        """Kernel uses of forward and backward in passes over so many samples, for gradients that servers take.
 
         A worker also looks for NaN in the gradients and packs them. A push copies them; a pull copies the parameters
         twice, the second time to their places.
