@@ -26,7 +26,7 @@ from polytempo.spec.run_options import OptionKeywords
 from some_cases import some_of
 
 SAMPLES, STEPS = 71, 6
-"""Epochs of two batches of 28 samples and one of 15, which workers share unevenly, and which micro-batches do too."""
+"""Epochs of two batches of 28 samples and one of 15, which workers and micro-batches share unevenly."""
 
 
 def model() -> nn.Module:
@@ -102,8 +102,8 @@ def test_a_position_is_between_batches(left_at: int) -> None:
 
 @pytest.mark.parametrize("factor", [1, 1000], ids=["slow network", "fast network"])
 def test_the_clock_hides_exchanges_behind_the_last_pass_alone(factor: int) -> None:
-    """Three equal buckets on two workers: an exchange takes x seconds, a backward pass b, of which 2/5 until the first
-    exchange, and 2/5 between that and the second, because the first layer has no gradient of inputs."""
+    """Three equal buckets on two workers: an exchange takes x seconds, a backward pass b. After 2/5 of it the first
+    exchange begins, after 4/5 the second, because the first layer has no gradient of inputs."""
     gbit, flops = 1.0 * factor, 1e9
     job = replace(JOB, model=lambda: nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3))), data=wide)
     spent = {

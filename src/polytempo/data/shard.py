@@ -120,7 +120,7 @@ class DataShard:
         self.local_samples = 0
         self.global_samples = 0
         self.following = 0
-        """Micro-batches of the same batch that follow the one that was handed out last."""
+        """Micro-batches of the present batch that have not been handed out yet."""
         self.left: list[PlaceSpan] = []
         """Places that are dealt before the rest of the epoch: they were dealt to a worker that was lost with them."""
         self.spans: list[PlaceSpan] = []

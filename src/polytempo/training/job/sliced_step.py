@@ -44,7 +44,7 @@ def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
     for number in shard.own:
         seed_step(seed, number, step, purpose)
         follows = True
-        while follows:  # micro-batches draw what their batch would
+        while follows:  # micro-batches draw the numbers of their batch
             batch = next_batch(job, batches)
             if batch is None:
                 return None
