@@ -89,7 +89,7 @@ class CheckpointSaved(_Record, frozen=True, kw_only=True, tag="checkpoint"):
     at_s: Number | None = None
     """Time spent training until then; virtual in a simulation."""
     path: str
-    """The checkpoint's folder, relative to the run's folder."""
+    """Relative to the run's folder: the checkpoint's folder, or the launcher's part of a snapshot of shards."""
 
 
 class Logged(_Record, frozen=True, kw_only=True, tag="log"):

@@ -220,7 +220,7 @@ class ElasticLauncher:
 
     def _hear(self, message: Said) -> None:
         if isinstance(message, Row):
-            self._epoch = max(self._epoch, message.row["epoch"])
+            self._epoch = max(self._epoch, message.row.get("epoch", 0.0))
             key = (message.row["kind"], message.row["step"])
             if key not in self._rows:  # a step that was undone is made again
                 self._rows.add(key)

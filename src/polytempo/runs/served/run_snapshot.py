@@ -255,7 +255,8 @@ class SnapshotSaves:
     """Orders a run's snapshots, one at a time; a snapshot that does not get ready is ordered once more.
 
     `every`: steps between snapshots; None: at the end of each epoch, at least four steps apart. In any case at the end.
-    `step()` is the last step with a row; `on_order` is called before each order.
+    `step()` is the last step with a row; `on_order` is called before each order, and `on_saved` with the launcher's
+    part of each snapshot that is whole on all shards.
     """
 
     def __init__(
@@ -269,11 +270,13 @@ class SnapshotSaves:
         last: RunSnapshot | None,
         step: Callable[[], int],
         on_order: Callable[[], None],
+        on_saved: Callable[[RunSnapshot], None],
     ) -> None:
         self._folder, self._coordinator, self._facts = folder, coordinator, dict(facts)
         self._workers, self._every = workers, every
         self._number, self._generation = (0, 0) if last is None else (last.number, last.generation + 1)
-        self._step, self._on_order = step, on_order
+        self._step, self._on_order, self._on_saved = step, on_order, on_saved
+        self._under_way: RunSnapshot | None = None
         self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
         self._saved_steps, self._saved_epoch = self._steps, coordinator.scheduler.epoch
@@ -289,6 +292,8 @@ class SnapshotSaves:
             self._look_at_s = time.monotonic() + _LOOK_AT_URL_S
         if self._ordered_s is not None and complete(self._folder, self._number, len(self._coordinator.chains)):
             self._ordered_s = None
+            assert self._under_way is not None
+            self._on_saved(self._under_way)
             for name in disk_of(self._folder).names(self._folder):
                 match = _NAME.fullmatch(name)
                 if match and int(match[1]) < self._number - 1:
@@ -339,11 +344,11 @@ class SnapshotSaves:
         scheduler = self._coordinator.scheduler
         self._saved_steps, self._saved_epoch = self._steps, scheduler.epoch
         self._on_order()
-        self.write(self._number, now_s)
+        self._under_way = self.write(self._number, now_s)
         return self._coordinator.save(now_s, self._number)
 
-    def write(self, number: int, now_s: float) -> None:
-        """Write the launcher's part of snapshot `number`, with the present state."""
+    def write(self, number: int, now_s: float) -> RunSnapshot:
+        """Write and return the launcher's part of snapshot `number`, with the present state."""
         dump = b64encode(self._coordinator.scheduler.dump()).decode()
         seconds = self._seconds + now_s - self._coordinator.began_s
         run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, seconds)
@@ -353,6 +358,7 @@ class SnapshotSaves:
             raise PolytempoError(
                 f"cannot write to {self._folder} ({error}); {files.remedy(error)}, then resume from the last snapshot"
             ) from error
+        return run_snapshot
 
     def discard(self, number: int) -> None:
         """Remove the shards' parts of snapshot `number`, if there are any."""

@@ -11,19 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
+from polytempo.report.status.records import CheckpointSaved, row_of
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import RunFrame
 from polytempo.runs.process.host_mail import KeeperMail
 from polytempo.runs.process.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.lost_launcher import LauncherPart, number_after
 from polytempo.runs.served.recording import Recording, facts_now, has_ended, leave_end
-from polytempo.runs.served.run_snapshot import SnapshotSaves, discard, go_on, resumed
+from polytempo.runs.served.run_snapshot import RunSnapshot, SnapshotSaves, discard, go_on, resumed, run_snapshot_path
 from polytempo.runs.served.served_node import Mailboxes, Setting, act
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
@@ -80,7 +82,7 @@ class ServedRun:
         self.tally = Tally(self.program, self.coordinator, frame.record, self.run_snapshot)
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
-        self._given = frame.given
+        self._given, self._record = frame.given, frame.record
         self._arenas: Arenas | None = None
         self._keeper: KeeperMail | None = None
         self._lost: LauncherPart | None = None
@@ -191,6 +193,7 @@ class ServedRun:
             last=self.run_snapshot,
             step=lambda: self.tally.last_step,
             on_order=(lambda: None) if self.recording is None else self.recording.flush,
+            on_saved=self._record_saved,
         )
         if self._saves_if_lost:
             number = number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
@@ -203,6 +206,10 @@ class ServedRun:
                 self.recording.close()
         if self._lost is not None:
             self._lost.remove()
+
+    def _record_saved(self, part: RunSnapshot) -> None:
+        path = f"checkpoint/{run_snapshot_path(Path(), part.number).name}"
+        self._record(row_of(CheckpointSaved(step=part.step, at_s=part.seconds, path=path)))
 
     # ------------------------------------------------------------------ the processes
 

@@ -27,7 +27,7 @@ from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, pa
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of
-from polytempo.training.observe.checkpoint_writer import about, complete, part_of, written_part
+from polytempo.training.observe.checkpoint_writer import about, complete, part_of, saved_row, written_part
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.worlds import ProcessWorld
 
@@ -46,6 +46,8 @@ class _Parts(NamedTuple):
     size: int
     notes: Mapping[str, Scalar]
     mesh: Mesh
+    seconds: float
+    """Time spent training until then."""
 
 
 class BackgroundObserver:
@@ -72,7 +74,7 @@ class BackgroundObserver:
         self._writer: Background | None = None
         self._scores_room = threading.Semaphore(_MOST_WAITING + 1)
         self._saves_room = threading.Semaphore(_MOST_WAITING + 1)
-        self._rows: deque[dict[str, Any]] = deque(maxlen=2 * _MOST_WAITING + 2)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=4 * _MOST_WAITING + 4)
         self._record: Callable[[dict[str, Any]], None] = lambda row: None
         self._error: BaseException | None = None
         self._reached = False
@@ -117,7 +119,8 @@ class BackgroundObserver:
             raise TimeoutError(
                 f"step {moment.step}: no checkpoint could be written for {context.options.timeout_s:g} s"
             )
-        part, parts = part_of(port, context), _Parts(out / "checkpoint", port.size, about(port, context), mesh_of(port))
+        self._record, root, notes = context.record, out / "checkpoint", about(port, context)
+        part, parts = part_of(port, context), _Parts(root, port.size, notes, mesh_of(port), moment.seconds)
         write = partial(written_part, context, parts.root, moment.step, port.rank, part)
         self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
@@ -132,6 +135,7 @@ class BackgroundObserver:
         await port.barrier()  # all threads are done
         if not self._commit():
             raise CheckpointError(f"the parts of the checkpoints {sorted(self._uncommitted)} are not all in one folder")
+        self._record_rows()
 
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
@@ -190,9 +194,9 @@ class BackgroundObserver:
             files = [self._hash_file(parts.root, step, rank) for rank in range(parts.size)]
             if not all(file.exists() for file in files):
                 return False
-            complete(
-                parts.root, step, [read(file, _HASH_BYTES).decode("ascii") for file in files], parts.notes, parts.mesh
-            )
+            hashes = [read(file, _HASH_BYTES).decode("ascii") for file in files]
+            if complete(parts.root, step, hashes, parts.notes, parts.mesh):
+                self._rows.append(saved_row(parts.root, step, parts.seconds))
             del self._uncommitted[step]
         return True
 

@@ -14,8 +14,9 @@ from polytempo.core import Mesh, NotFinite, Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
+from polytempo.report.status.records import CheckpointSaved, row_of
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, write_part
-from polytempo.training.checkpoint.checkpoint_folders import partial_folder
+from polytempo.training.checkpoint.checkpoint_folders import final_folder, partial_folder
 from polytempo.training.checkpoint.optimizer_state import optimizer_saved, schedule_saved
 from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
 from polytempo.training.job.program import TrainingContext
@@ -25,8 +26,9 @@ from polytempo.training.step.guard import MODEL, check_saved
 from polytempo.training.step.replica import saved_states
 
 
-async def save(port: Port, context: TrainingContext, root: Place) -> None:
+async def save(port: Port, context: TrainingContext, root: Place) -> bool:
     """Every rank writes its part of a checkpoint in `root`; rank 0 of the world, `port`, then makes it the newest.
+    Returns True on rank 0, unless a rank has left out its part.
 
     Where ranks along "data" hold equal parameters and optimizer state, the first of them writes these for all: so
     each part of a model is written once.
@@ -35,9 +37,9 @@ async def save(port: Port, context: TrainingContext, root: Place) -> None:
     part = _part(context, context.replica.state(), whole=_writes_all(port, context))
     step = context.replica.step
     hashes = await gather_json(port, written_part(context, root, step, port.rank, part))
-    if port.rank == 0:
-        complete(root, step, hashes, about(port, context), mesh_of(port))
+    saved = port.rank == 0 and complete(root, step, hashes, about(port, context), mesh_of(port))
     await port.barrier()
+    return saved
 
 
 def written_part(context: TrainingContext, root: Place, step: int, rank: int, part: CheckpointPart) -> str:
@@ -58,13 +60,19 @@ def written_part(context: TrainingContext, root: Place, step: int, rank: int, pa
     return write_part(root, step, rank, part)
 
 
-def complete(root: Place, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> None:
-    """`commit`, or where a rank has left out its part, removal of the others' parts."""
+def complete(root: Place, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> bool:
+    """`commit`, or where a rank has left out its part, removal of the others' parts. Returns True after a `commit`."""
     if all(hashes):
         commit(root, step, hashes, notes, mesh)
-    else:
-        with suppress(OSError):
-            files.remove(partial_folder(root, step))
+        return True
+    with suppress(OSError):
+        files.remove(partial_folder(root, step))
+    return False
+
+
+def saved_row(root: Place, step: int, seconds: float) -> dict[str, Any]:
+    """The row of a checkpoint that is complete, after so much training."""
+    return row_of(CheckpointSaved(step=step, at_s=seconds, path=f"{root.name}/{final_folder(root, step).name}"))
 
 
 def part_of(port: Port, context: TrainingContext) -> CheckpointPart:

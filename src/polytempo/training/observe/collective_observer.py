@@ -7,7 +7,7 @@ rank 1   step │ its part of the test set │ step          numbers and message
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,9 +16,11 @@ from polytempo.training.job.evaluate import Evaluation, Score, evaluate, meets, 
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.randomness import kept_random_states
-from polytempo.training.observe.checkpoint_writer import save
+from polytempo.training.observe.checkpoint_writer import save, saved_row
 from polytempo.training.observe.holding import Whole
 from polytempo.worlds import ProcessWorld
+
+T = TypeVar("T")
 
 
 class CollectiveObserver:
@@ -54,7 +56,9 @@ class CollectiveObserver:
         await context.replica.settle()
         if context.replica.drift is not None:  # a drifted model never replaces a good checkpoint
             context.replica.drift.check(buffers=True)
-        await self._outside(port, "save", save(port, context, out / "checkpoint"))
+        root = out / "checkpoint"
+        if await self._outside(port, "save", save(port, context, root)):
+            context.record(saved_row(root, moment.step, moment.seconds))
 
     async def leave(self, port: Port) -> None:
         """All is written when `save` returns."""
@@ -97,14 +101,15 @@ class CollectiveObserver:
         if port.rank == 0:
             context.record(moment.row("test") | score._asdict())
 
-    async def _outside(self, port: Port, kind: str, what: Program[Any]) -> None:
+    async def _outside(self, port: Port, kind: str, what: Program[T]) -> T:
         """Do `what` off the clock, with a line of that kind in the trace. It begins when all ranks are here: waiting
         for the slowest is training time."""
         world = self._world
         await port.barrier()
         before_s, before_bytes = await port.now(), world.trace.bytes_sent[world.rank]
         with kept_random_states():
-            await what
+            found = await what
         world.record(kind, before_s)
         self.off_s += await port.now() - before_s
         self.off_bytes += world.trace.bytes_sent[world.rank] - before_bytes
+        return found

@@ -21,7 +21,7 @@ from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.model.randomness import kept_random_states
-from polytempo.training.observe.checkpoint_writer import about, complete, write_when_landed
+from polytempo.training.observe.checkpoint_writer import about, complete, saved_row, write_when_landed
 from polytempo.training.observe.holding import Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
@@ -128,7 +128,8 @@ class VirtualObserver:
             hashes[port.rank] = sha256
             if len(hashes) == self.size:
                 in_order = [sha for _, sha in sorted(self._hashes.pop(moment.step).items())]
-                complete(root, moment.step, in_order, notes, mesh)
+                if complete(root, moment.step, in_order, notes, mesh):
+                    self.record(saved_row(root, moment.step, moment.seconds))
 
         self._saves.append(await write_when_landed(port, context, root, written))
 
