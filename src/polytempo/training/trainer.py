@@ -24,7 +24,7 @@ from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.event_log import logged
-from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.metrics import METRICS, MetricsWriter
 from polytempo.report.status.records import RunStarted
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
@@ -131,7 +131,7 @@ class Trainer:
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
-        """Train to the end of the options, and say how it went. `on_row` sees rank 0's metrics as they come.
+        """Train to the end of the options, and say how it went. `on_row` sees rank 0's rows "train" and "test".
 
         Rank 0 holds the folder `out` meanwhile: `FolderTaken` on all ranks where another run has it.
         """
@@ -392,7 +392,7 @@ def recorder(
     def record(row: dict[str, Any]) -> None:
         if writer is not None:
             writer.write(row)
-        if on_row is not None:
+        if on_row is not None and row["kind"] in METRICS:
             on_row(row)
 
     return record

@@ -21,6 +21,8 @@ _NUMBERS = frozenset(
     | {"noise_trace", "gradient_square", "noise_scale"}
 )
 """Entries of rows that readers calculate with."""
+METRICS = frozenset({"train", "test"})
+"""Kinds of rows that are metrics of the run; other kinds are the user's own numbers, and checkpoints."""
 _MOST, _SHOWN = 1e300, 40
 
 
@@ -36,7 +38,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Place, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
-        kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
+        kept = [] if resumed_at is None or not path.exists() else read_rows(path)
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
         lines = [_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
         self._closed = False
@@ -71,6 +73,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: Place) -> list[dict[str, Any]]:
+    """The rows "train" and "test" of `path`, as in `read_rows`."""
+    return [row for row in read_rows(path) if row.get("kind") in METRICS]
+
+
+def read_rows(path: Place) -> list[dict[str, Any]]:
     """The rows of `path`. A last line that a crash cut short is left out; a broken line before it is an error."""
     rows: list[dict[str, Any]] = []
     lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n")
