@@ -39,7 +39,7 @@ _SPAN = 1_000_000
 class Saves(Protocol):
     """Keeps the launcher's parts of snapshots, as `SnapshotSaves` does."""
 
-    def write(self, number: int, now_s: float) -> None:
+    def write(self, number: int, now_s: float) -> object:
         """Write the part of snapshot `number`."""
 
     def remove(self, number: int) -> None:
