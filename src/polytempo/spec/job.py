@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,12 @@ _CALLED = {
     "loss": "loss(output, target)",
     "optimizer": "optimizer(parameters, lr)",
     "correct": "correct(output, target)",
+    "predictions": "predictions(output, target)",
     "schedule": "schedule(optimizer, steps_per_epoch)",
 }
+_OPTIONAL = ("correct", "predictions", "schedule")
+OF_ROWS = frozenset({"kind", "step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "worker"})
+"""Names of other entries of rows."""
 
 
 class Data(NamedTuple):
@@ -103,6 +107,13 @@ class Job:
     correct: Callable[[Any, Any], Tensor] | None = None
     """`correct(output, target)`: booleans, or numbers from 0 to 1; their mean is the accuracy. None: there is none. Or
     `of_batch(correct)`, which is called as `correct(model, batch)`."""
+    metrics: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further scores of the test set, by name: `metric(predictions, targets)` of the whole set, for any number of
+    ranks, or an object of torchmetrics. They see the model's output and the target; see `predictions`."""
+    predictions: Callable[[Any, Any], Any] | None = None
+    """`predictions(output, target)`: the pair (predictions, targets) that `metrics` see, such as
+    `lambda output, target: (output.argmax(-1), target)`. None: output and target. Or `of_batch(predictions)`, which is
+    called as `predictions(model, batch)`."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
 
@@ -120,15 +131,32 @@ class Job:
                     f"job {self.name}: model is a {type(part).__name__} that is made already, and each worker makes "
                     f"its own; write model=lambda: {type(part).__name__}(…)"
                 )
-            if not callable(part) and not (part is None and name in ("correct", "schedule")):
+            if not callable(part) and not (part is None and name in _OPTIONAL):
                 shown = part if isinstance(part, str | int | float | None) else f"a {type(part).__name__}"
                 raise ValueError(f"job {self.name}: {name} is {shown!s}; expected a function, called as {makes}")
+        self._check_metrics()
         for name in ("lr", "batch_size", "epochs"):
             value = getattr(self, name)
             whole = name == "batch_size"
             if not isinstance(value, int if whole else int | float) or not value > 0:
                 number = "whole number" if whole else "number"
                 raise ValueError(f"job {self.name}: {name} is {value!r}; expected a {number} above 0")
+
+    def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise ValueError(f"job {self.name}: metrics is {self.metrics!r}; expected a dict, as {{'f1': f1_score}}")
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not name or name in OF_ROWS:
+                taken = f"rows of metrics have an entry {name} already; call it something else"
+                raise ValueError(f"job {self.name}: metrics names {name!r}; {taken if name else 'give it a name'}")
+            if not callable(metric) and not callable(getattr(metric, "update", None)):
+                expected = "a function metric(predictions, targets), or an object of torchmetrics"
+                raise ValueError(f"job {self.name}: the metric {name} is {metric!r}; expected {expected}")
+        if self.metrics and isinstance(self.loss, OfBatch) and not isinstance(self.predictions, OfBatch):
+            raise ValueError(
+                f"job {self.name}: metrics see predictions and targets, and with loss=pt.of_batch(…) a batch may have "
+                "any form; give predictions=pt.of_batch(lambda model, batch: (predictions, targets)), too"
+            )
 
 
 def check_job(given: object) -> Job:

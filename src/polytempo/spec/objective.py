@@ -29,6 +29,8 @@ class Judged(NamedTuple):
     """The mean over the batch."""
     right: Tensor | None
     """The answer of the job's `correct`; None if it has none."""
+    seen: tuple[Any, Any] | None = None
+    """The predictions and targets that the job's `metrics` see; None if it has none."""
 
 
 def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
@@ -50,15 +52,16 @@ def judged(job: Job, model: nn.Module, batch: Any, samples: int) -> Judged:
     """
     loss, correct = job.loss, job.correct
     output = target = None
-    if not (isinstance(loss, OfBatch) and (correct is None or isinstance(correct, OfBatch))):
+    if not all(isinstance(part, OfBatch) for part in (loss, correct, _pairing(job)) if part is not None):
         inputs, target = pair_of(job, batch)
         output = output_of(job, model, inputs)
     if isinstance(loss, OfBatch):  # noqa: SIM108  # one line would be longer than a line may be
         value = _loss_of_batch(job, loss, model, batch)
     else:
         value = loss_of_pair(job, output, target)
+    seen = _seen(job, model, batch, output, target)
     if correct is None:
-        return Judged(value, None)
+        return Judged(value, None, seen)
     if isinstance(correct, OfBatch):
         right = called(job, _CORRECT_OF_BATCH, correct.function, model, batch, facts=lambda: _facts(batch=batch))
     else:
@@ -67,7 +70,32 @@ def judged(job: Job, model: nn.Module, batch: Any, samples: int) -> Judged:
         form = _CORRECT_OF_BATCH if isinstance(correct, OfBatch) else _CORRECT
         expected = "a tensor with a boolean, or a number from 0 to 1, for each prediction"
         raise wrong(job, form, returned, expected, getattr(correct, "function", correct))
-    return Judged(value, right)
+    return Judged(value, right, seen)
+
+
+def _pairing(job: Job) -> Any:
+    """The function that makes the predictions and targets of the job's metrics; None if there are no metrics."""
+    return (job.predictions or _as_they_are) if job.metrics else None
+
+
+def _seen(job: Job, model: nn.Module, batch: Any, output: Any, target: Any) -> tuple[Any, Any] | None:
+    pairing = _pairing(job)
+    if pairing is None:
+        return None
+    if isinstance(pairing, OfBatch):
+        form, facts = "predictions(model, batch)", partial(_facts, batch=batch)
+        seen = called(job, form, pairing.function, model, batch, facts=facts)
+    else:
+        form, facts = "predictions(output, target)", partial(_facts, output=output, target=target)
+        seen = called(job, form, pairing, output, target, facts=facts)
+    if not isinstance(seen, tuple) or len(seen) != 2:
+        expected = "a pair (predictions, targets), as a tuple"
+        raise wrong(job, form, seen, expected, getattr(pairing, "function", pairing))
+    return seen
+
+
+def _as_they_are(output: Any, target: Any) -> tuple[Any, Any]:
+    return output, target
 
 
 def _no_predictions(right: Any, target: Any, samples: int) -> str:

@@ -76,6 +76,8 @@ class Result:
     """Each group of workers of an elastic run: its generation, its first step, the lives of its members, the number of
     newcomers, the processes that were lost before, and the seconds until the first step in it. Else None."""
 
+    metrics: dict[str, float] | None = None
+    """The job's `metrics` of the final model, by name; None if it has none, or no test set."""
     started_from: dict[str, Any] | None = None
     """The run that this run started from (`start_from`): the name of its folder (`run`), the `step` and
     `strategy` that saved it, and a hash of its tensors (`sha256`). Else None."""
@@ -83,11 +85,17 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""
         plain = asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+        if self.metrics is not None:
+            plain["metrics"] = _finite(self.metrics)
+        return _finite(plain)
 
     def write(self, folder: Place) -> None:
         """Leave `result.json`, complete or not at all."""
         files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def parameters_sha256(parameters: Iterable[Tensor]) -> str:

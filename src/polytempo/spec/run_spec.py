@@ -31,7 +31,7 @@ _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
 """Values of a job that a program may change after it has found the job by name: they travel with the run."""
-_FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
+_FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "predictions", "schedule")
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,10 @@ def _features_of(precision: Precision | None) -> frozenset[str]:
 def _found(told: _JobText, find_job: Callable[[str], Job]) -> Job:
     """The job that is named, with its numbers."""
     found = find_job(told.origin)
-    for name, here in functions_of(found).items():
-        if (there := told.functions[name]) != here:
+    own = functions_of(found)
+    for name in [*own, *(told.functions.keys() - own.keys())]:
+        here, there = own.get(name, "none"), told.functions.get(name, "none")
+        if there != here:
             raise ValueError(
                 f"job {told.origin} has another {name} where the run was begun ({there}) than where it is found by "
                 f"name ({here}); give that job a name of its own in a file"
@@ -252,7 +254,8 @@ def _found(told: _JobText, find_job: Callable[[str], Job]) -> Job:
 
 def functions_of(job: Job) -> dict[str, str]:
     """The place of each function of a job: {"model": "polytempo.jobs.digits.model, line 18", …}."""
-    return {name: _written(getattr(job, name)) for name in _FUNCTIONS}
+    metrics = {f"metric {name}": _written(metric) for name, metric in job.metrics.items()}
+    return {name: _written(getattr(job, name)) for name in _FUNCTIONS} | metrics
 
 
 def _written(function: object) -> str:

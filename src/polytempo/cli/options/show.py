@@ -65,6 +65,10 @@ def say_diverged(results: Sequence[Mapping[str, object]]) -> bool:
 def show_result(result: Mapping[str, object]) -> None:
     """One run's result: a line for each figure."""
     rows = [(label, figure(key, result[key])) for label, key in _RESULT_ROWS if result.get(key) is not None]
+    measured = result.get("metrics")
+    if isinstance(measured, Mapping):
+        after = next((i for i, (label, _) in enumerate(rows) if label == "communication"), len(rows))
+        rows[after:after] = [(str(name), figure("metric", value)) for name, value in measured.items()]
     show_table(("", ""), rows, header=False)
 
 

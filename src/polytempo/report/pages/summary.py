@@ -33,6 +33,8 @@ class Summary(NamedTuple):
     accuracy: float | None
     bytes_sent: float
     communication_share: float | None
+    metrics: tuple[tuple[str, float | None], ...] = ()
+    """The job's own metrics: name and value."""
 
 
 def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
@@ -56,6 +58,7 @@ def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
                 finite(result.get("accuracy")),
                 float(result["bytes_sent_per_rank"]),
                 finite(result.get("communication_share")),
+                tuple((str(name), finite(value)) for name, value in (result.get("metrics") or {}).items()),
             )
         )
     return lines

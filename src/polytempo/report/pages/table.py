@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
@@ -99,13 +100,14 @@ COLUMNS = (
 def summary_table(runs: Sequence[RunRecord]) -> str:
     """A row a run; bold are the best throughput, loss, accuracy and bytes, and all level with them, unless all are."""
     lines = summaries(runs)
-    headings = "".join(f"<th>{escape(column.heading)}<small>{escape(column.unit)}</small></th>" for column in COLUMNS)
-    best = [_best(column, lines) for column in COLUMNS]
+    columns = [*COLUMNS[:2], *_metric_columns(lines), *COLUMNS[2:]]
+    headings = "".join(f"<th>{escape(column.heading)}<small>{escape(column.unit)}</small></th>" for column in columns)
+    best = [_best(column, lines) for column in columns]
     rows = []
     for number, line in enumerate(lines):
         cells = "".join(
             f"<td{' class=best' if number in best[place] else ''}>{escape(column.text(line))}</td>"
-            for place, column in enumerate(COLUMNS)
+            for place, column in enumerate(columns)
         )
         call = "" if line.label.startswith(line.call) else f'<small class="call">{breakable(line.call)}</small>'
         name = f'<span class="run">{swatch(look(number))}<span>{breakable(line.label)}</span></span>{call}'
@@ -114,6 +116,16 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         '<table id="summary"><thead><tr><th>Strategy<small></small></th>'
         f"{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
+
+
+def _metric_columns(lines: Sequence[Summary]) -> list[Column]:
+    """A column for each of the jobs' metrics; which values are better, only the job's author knows."""
+    names = dict.fromkeys(name for line in lines for name, _ in line.metrics)
+
+    def text(name: str, line: Summary) -> str:
+        return _or_nothing(dict(line.metrics).get(name), ".4g")
+
+    return [Column(name, "test", partial(text, name)) for name in names]
 
 
 def scrolling(table: str) -> str:

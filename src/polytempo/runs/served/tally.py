@@ -13,6 +13,7 @@ from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Statistics
+from polytempo.spec.job import OF_ROWS
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import RunOptions
 from polytempo.training.job.start import start_facts
@@ -105,6 +106,7 @@ class Tally:
             loss=train_loss if self._tested is None else self._tested["loss"],
             accuracy=None if self._tested is None else self._tested["accuracy"],
             train_loss=train_loss,
+            metrics={n: v for n, v in (self._tested or {}).items() if n not in OF_ROWS} or None,
             bytes_sent_per_rank=totals.worker_bytes / workers,
             communication_share=min(1.0, max(0.0, totals.idle_share(seconds))) if seconds else 0.0,
             batch_size=self._spec.batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from polytempo.training.hooks.weak_hook import WeakHook
 from polytempo.training.model.ownership import Ownership, called_modules
 from polytempo.training.model.parted_parameters import counted_elsewhere, shared_elsewhere
 from polytempo.training.model.ports import Ports
+from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld
@@ -138,6 +139,19 @@ class Handle:
                 self._checks.lends = False
                 for tensor, data in own:
                     tensor.data = data
+
+    def evaluate(
+        self, function: Callable[[Any], Any], data: Any, metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """Score `data` on the ranks' common model, each rank on a part: one process's numbers, the same on all ranks.
+
+            found = handle.evaluate(lambda batch: {"accuracy": model(batch[0]).argmax(-1) == batch[1]}, test)
+
+        It is `pt.score` inside `consensus`, with the model in the mode of evaluation; training does not notice. Ranks
+        that hold parts of one model take the same batches. All ranks must call it. Errors: as `pt.score`.
+        """
+        with self.consensus(), evaluating(self.replica.model):
+            return self.world.drive(scored(self.ports.data, function, data, metrics))
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it.
+"""Loss, accuracy and a job's metrics on a test set: each rank on its part of it, or one rank on all of it.
 
 Only scoring uses the scored copy of a model: it has modes, buffers and modules' attributes of its own.
 """
@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from polytempo.spec.objective import judged, part_weight
 from polytempo.spec.precision import Precision
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.job_metrics import Metrics
 from polytempo.training.job.sample_batches import SampleBatches
 from polytempo.training.precision.quantised_weights import kept_float32, lowered
 from polytempo.training.precision.reduced_forward import dtype_of, install
@@ -36,6 +38,12 @@ class Score(NamedTuple):
 
     loss: float
     accuracy: float | None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """The job's `metrics`, by name."""
+
+    def row(self) -> dict[str, float | None]:
+        """Entries of a row about the test set."""
+        return {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
 
 
 class Evaluation:
@@ -53,6 +61,7 @@ class Evaluation:
         self.length = self._test.length
         self._model = copied_modules(model).eval()
         self._mover = BatchMover(next((p.device for p in model.parameters()), None))
+        self.metrics = Metrics(job.metrics)
         self._lowered: dict[str, Precision] = {}
         if precision is not None and precision.is_quantised:
             exact = kept_float32(model, precision)
@@ -63,18 +72,26 @@ class Evaluation:
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
         """[the loss's divisor, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
 
-        `tensors`: the parameters and buffers to score, by name. They are not written to.
+        `tensors`: the parameters and buffers to score, by name. They are not written to. `metrics` have seen that part
+        then, and nothing else.
         """
+        self.metrics.begin()
         with self._lent(tensors):
             return self._sums(rank, size)
 
     def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
         """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
         sums = torch.zeros(parts, 4, dtype=torch.float64)
+        self.metrics.begin()
         with self._lent(tensors):
             for part in range(self._scorers(parts)):
                 sums[part] = self._sums(part, parts)
-        return means(sums.sum(0))
+        return means(sums.sum(0))._replace(metrics=self.metrics.of([self.metrics.seen]))
+
+    @property
+    def measures(self) -> bool:
+        """True if the job has metrics."""
+        return bool(self._job.metrics)
 
     def _scorers(self, size: int) -> int:
         return min(size, -(-self.length // _FEWEST))
@@ -87,7 +104,9 @@ class Evaluation:
         start, stop = (self.length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
             for samples, batch in self._mover.ahead((n, batch) for batch, n in self._test.between(start, stop)):
-                loss, right = judged(self._job, self._model, batch, samples)
+                loss, right, seen = judged(self._job, self._model, batch, samples)
+                if seen is not None:
+                    self.metrics.add(*seen)
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
                 weight = part_weight(self._job, batch, samples)
                 total = float(loss) * weight if weight else 0.0
@@ -112,7 +131,8 @@ class Evaluation:
 
 async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
     """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
-    return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+    score = means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+    return score if not evaluation.measures else score._replace(metrics=await evaluation.metrics.gathered(port))
 
 
 async def of_first_part(model: Port, score: Score) -> Score:
@@ -120,8 +140,10 @@ async def of_first_part(model: Port, score: Score) -> Score:
     if model.size == 1:
         return score
     accuracy = torch.nan if score.accuracy is None else score.accuracy
-    loss, accuracy = (await model.broadcast(torch.tensor([score.loss, accuracy], dtype=torch.float64))).tolist()
-    return Score(loss, None if math.isnan(accuracy) else accuracy)
+    names = sorted(score.metrics)  # the same on all ranks: parts are scored by the ranks of the first one
+    mine = [score.loss, accuracy, *(score.metrics[name] for name in names)]
+    loss, accuracy, *others = (await model.broadcast(torch.tensor(mine, dtype=torch.float64))).tolist()
+    return Score(loss, None if math.isnan(accuracy) else accuracy, dict(zip(names, others, strict=True)))
 
 
 def means(sums: Tensor) -> Score:

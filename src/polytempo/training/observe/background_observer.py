@@ -170,7 +170,7 @@ class BackgroundObserver:
     def _score(self, options: RunOptions, moment: Moment, tensors: Mapping[str, Tensor]) -> None:
         assert self._evaluation is not None
         score = self._evaluation.score(tensors)
-        self._rows.append(moment.row("test") | score._asdict())
+        self._rows.append(moment.row("test") | score.row())
         self._reached = self._reached or bool(meets(score, options))
 
     def _write_part(self, parts: _Parts, step: int, rank: int, write: Callable[[], str]) -> None:

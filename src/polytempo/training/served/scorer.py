@@ -61,6 +61,4 @@ class Scorer:
             "epoch": samples / batches.num_samples,
             "samples": samples,
             "seconds": seconds,
-            "loss": score.loss,
-            "accuracy": score.accuracy,
-        }
+        } | score.row()

@@ -170,6 +170,6 @@ class VirtualObserver:
         with kept_random_states():
             score = self._evaluation.score(tensors, self._test_parts or parts)
         self._newest = moment.step, score
-        self.record(moment.row("test") | score._asdict())
+        self.record(moment.row("test") | score.row())
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1
