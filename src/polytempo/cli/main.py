@@ -19,6 +19,7 @@ from polytempo.cli.look.look_options import (
     SharpnessOptions,
     StrategiesOptions,
     TopOptions,
+    UiOptions,
 )
 from polytempo.cli.options.command_line import SectionedCommand, takes, takes_run_options
 from polytempo.cli.options.failure import exit_code
@@ -38,7 +39,7 @@ from polytempo.engines.processes.fork import collected_children, reserve_standar
 
 STORY = {
     "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
-    "Look": ("top", "strategies", "explain", "look", "sharpness", "replay"),
+    "Look": ("ui", "top", "strategies", "explain", "look", "sharpness", "replay"),
     "Use a trained model": ("evaluate", "predict", "export", "compress"),
     "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
@@ -175,6 +176,18 @@ def top(asked: TopOptions) -> None:
     RUN is the run's folder. Ctrl-C leaves; the run goes on.
     """
     from polytempo.cli.run.top import top as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(UiOptions)
+def ui(asked: UiOptions) -> None:
+    """Show runs in the browser, live: curves, workers, logs; compare, archive, delete.
+
+    Prints a link, which ends in a token. Ctrl-C ends the page; runs go on. Needs the extra `ui`.
+    """
+    from polytempo.cli.look.ui import ui as command  # imports torch, which takes seconds
 
     command(asked)
 

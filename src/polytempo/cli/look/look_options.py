@@ -89,6 +89,20 @@ class TopOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UiOptions:
+    """Options of `polytempo ui`."""
+
+    runs: Annotated[str, Option(ARGUMENT, "RUNS", read=values.runs_folder)] = "runs"
+    """The folder of runs, or of one run; a URL too. Default: runs."""
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)] | None, Option(OPTIONS, "P")] = None
+    """The port of the page; 0 takes any free one. Default: the first free one from 7440 on."""
+    host: Annotated[str, Option(OPTIONS, "H", read=values.written)] = "127.0.0.1"
+    """The address that the page is served at. Default: 127.0.0.1, which only this machine reaches."""
+    open: Annotated[bool, Option(OPTIONS)] = False
+    """Open the page in this machine's browser."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     """Options of `polytempo doctor`."""
 

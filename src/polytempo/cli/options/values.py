@@ -31,6 +31,13 @@ def run_folder(text: str) -> str:
     return text
 
 
+def runs_folder(text: str) -> str:
+    """A folder of runs that exists; a URL is looked at later."""
+    if "://" not in text and not Path(text).is_dir():
+        raise ValueError("there is no such folder; name the folder that holds your runs, or begin a run first")
+    return text
+
+
 def job(given: object) -> str:
     """A job that exists."""
     jobs.check(text := written(given))

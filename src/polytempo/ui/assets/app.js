@@ -1,0 +1,150 @@
+// The frame of the page: addresses, the stream of events, light and dark, questions and notes.
+import { element, setText } from "./format.js";
+import { listPage } from "./list.js";
+import { runPage } from "./run.js";
+import { comparePage } from "./compare.js";
+
+const root = document.documentElement;
+const main = document.getElementById("main");
+const system = window.matchMedia("(prefers-color-scheme: dark)");
+let source = null, shown = null;
+
+// The token has done its work when the page is there: it leaves the address bar and the history.
+if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
+
+// ---- light and dark ----
+
+function remembered(mode) {
+  try {
+    if (mode) localStorage.setItem("polytempo-mode", mode);
+    return localStorage.getItem("polytempo-mode");
+  } catch {
+    return mode || null;
+  }
+}
+
+function setMode(mode) {
+  root.dataset.mode = mode;
+  setText(document.getElementById("mode"), mode === "dark" ? "Light mode" : "Dark mode");
+  shown?.redraw?.();
+}
+
+document.getElementById("mode").addEventListener("click", () => setMode(remembered(root.dataset.mode === "dark" ? "light" : "dark")));
+system.addEventListener("change", () => remembered() || setMode(system.matches ? "dark" : "light"));
+document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
+
+// ---- the stream ----
+
+function linked(state, text) {
+  const place = document.getElementById("link");
+  place.className = state;
+  setText(place.lastElementChild, text);
+}
+
+// Follow a view: `take` has a function for each part. A new view takes the place of the one before.
+export function follow(query, take) {
+  source?.close();
+  const opened = source = new EventSource(`events?${query}`);
+  const parts = { hello: () => {}, problem: () => {}, ...take };
+  for (const [name, receive] of Object.entries(parts)) {
+    opened.addEventListener(name, (event) => {
+      if (opened !== source) return;
+      linked("live", "live");
+      receive(JSON.parse(event.data));
+      root.dataset.drawn = "true";
+    });
+  }
+  opened.onerror = () => {
+    if (opened !== source) return;
+    linked("lost", opened.readyState === EventSource.CLOSED ? "not connected" : "server gone");
+  };
+}
+
+window.addEventListener("pagehide", () => source?.close());
+window.addEventListener("pageshow", (event) => { if (event.persisted) route(); });
+
+// ---- addresses: #/ · #/run/NAME · #/compare?run=A&run=B ----
+
+export function go(address) {
+  if (location.hash === address) route(); else location.hash = address;
+}
+
+function route() {
+  const [path, query] = location.hash.slice(1).split("?");
+  source?.close();
+  linked("", "connecting");
+  delete root.dataset.drawn;
+  const parameters = new URLSearchParams(query);
+  shown?.leave?.();
+  if (path.startsWith("/run/")) shown = runPage(decodeURIComponent(path.slice(5)), parameters);
+  else if (path === "/compare") shown = comparePage(parameters.getAll("run"), parameters);
+  else shown = listPage(parameters);
+  main.replaceChildren(shown.place);
+  document.title = `${shown.title} · Polytempo`;
+  const crumbs = [element("a", { href: "#/" }, "Runs")];
+  if (shown.crumb) crumbs.push(element("span", { "aria-current": "page" }, shown.crumb));
+  document.getElementById("crumbs").replaceChildren(...crumbs);
+  window.scrollTo(0, 0);
+  shown.begin();
+}
+
+export function setTitle(text) {
+  const title = `${text} · Polytempo`;
+  if (document.title !== title) document.title = title;
+}
+
+// ---- questions and notes ----
+
+export function ask(title, text, yes, dangerous) {
+  const dialog = document.getElementById("ask");
+  return new Promise((resolve) => {
+    const close = (answer) => () => { dialog.close(); resolve(answer); };
+    const no = element("button", { type: "button", onclick: close(false) }, "Cancel");
+    dialog.replaceChildren(
+      element("h2", { id: "ask-title" }, title),
+      ...text.map((line) => element("p", {}, line)),
+      element("div", { class: "buttons" }, no, element("button", { type: "button", class: dangerous ? "danger" : "primary", onclick: close(true) }, yes)));
+    dialog.oncancel = () => resolve(false);
+    dialog.showModal();
+    no.focus();
+  });
+}
+
+let fading = 0;
+export function note(text) {
+  const place = document.getElementById("toast");
+  setText(place, text);
+  place.classList.add("seen");
+  clearTimeout(fading);
+  fading = setTimeout(() => place.classList.remove("seen"), 6000);
+}
+
+export async function remove(runs, archive) {
+  const named = runs.length === 1 ? `“${runs[0]}”` : `${runs.length} runs`;
+  const text = archive
+    ? [`The folders move to “archived” in the folder of the runs, and leave this list. Nothing is deleted.`]
+    : [`The folders with metrics, logs, checkpoints and reports are deleted. This cannot be undone.`];
+  if (runs.length > 1) text.push(runs.slice(0, 8).join(", ") + (runs.length > 8 ? `, and ${runs.length - 8} more` : ""));
+  if (!(await ask(`${archive ? "Archive" : "Delete"} ${named}?`, text, archive ? "Archive" : "Delete", !archive))) return false;
+  const answer = await fetch("remove", {
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ runs, archive }),
+  });
+  if (!answer.ok) { note(await answer.text()); return false; }
+  const stayed = Object.values((await answer.json()).stayed);
+  const gone = runs.length - stayed.length;
+  note([gone ? `${gone} ${gone === 1 ? "run is" : "runs are"} ${archive ? "in the archive" : "deleted"}.` : "", ...stayed.slice(0, 3)].join(" ").trim());
+  return gone > 0;
+}
+
+// ---- keys: / filter, g runs, ? help ----
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+  if (event.key === "/") { document.querySelector("input[type=search]")?.focus(); event.preventDefault(); }
+  if (event.key === "g") go("#/");
+  if (event.key === "?") ask("Keys", ["/  go to the search field", "g  back to all runs", "Tab, Enter, Space  move, open, select", "In a chart: arrow keys read values, + zooms in, − shows all, Esc leaves"], "Close");
+});
+
+setMode(remembered() || (system.matches ? "dark" : "light"));
+window.addEventListener("hashchange", route);
+route();

@@ -1,0 +1,90 @@
+// The timeline of the last steps, the workers' last rows, and who sends to whom: drawn as SVG.
+import { bytes, element, percent, seconds, svg } from "./format.js";
+import { color } from "./chart.js";
+
+const tall = 30;
+
+function labelled(rows, width, names) {
+  return rows.map((rank, at) => svg("text", { x: 6, y: at * tall + tall / 2 + 4, class: "label" }, names[at]));
+}
+
+export function timelinePicture(told) {
+  const width = 1000, left = 70, height = told.ranks.length * tall + 24;
+  const end = Math.max(...told.bars.map((bar) => bar[3])) || 1;
+  const x = (at) => left + (at / end) * (width - left - 10);
+  const bars = told.bars.map(([rank, op, from, to, step, sent, peer]) => {
+    const row = told.ranks.indexOf(rank), lane = told.ops[op].lane, high = (tall - 6) / told.lanes;
+    const text = `${told.ops[op].name}, step ${step}, ${seconds(to - from)}${sent ? `, ${bytes(sent)}` : ""}${peer >= 0 ? `, with rank ${peer}` : ""}`;
+    const bar = svg("rect", { x: x(from), y: row * tall + 3 + lane * high, width: Math.max(0.6, x(to) - x(from)), height: high - 1 }, svg("title", {}, text));
+    bar.style.fill = `var(--c${told.ops[op].color.slice(1).toLowerCase()})`;
+    return bar;
+  });
+  const lines = told.ranks.map((rank, row) => svg("line", { x1: left, x2: width, y1: (row + 1) * tall, y2: (row + 1) * tall, class: "row" }));
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => svg("text", { x: x(end * part), y: height - 6, class: "axis", "text-anchor": part === 1 ? "end" : part ? "middle" : "start" }, seconds(end * part)));
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "timeline", "aria-label": `Steps ${told.steps[0]} to ${told.steps[1]}: ${told.bars.length} operations of ${told.ranks.length} ranks` },
+    lines, labelled(told.ranks, width, told.ranks.map((rank) => `rank ${rank}`)), bars, marks);
+  const legend = element("ul", { class: "legend" }, told.ops.map((op) => {
+    const square = element("span", { class: "square" });
+    square.style.background = `var(--c${op.color.slice(1).toLowerCase()})`;
+    return element("li", {}, square, op.name);
+  }));
+  return element("div", {}, element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Timeline" }, picture), legend);
+}
+
+// Each worker's last rows: the time of a row, with the part that the worker waited in another color.
+export function recentPicture(recent) {
+  const workers = [...new Set(recent.map(([worker]) => worker))].sort((one, two) => one - two).slice(0, 32);
+  const shown = recent.filter(([worker, from, to]) => workers.includes(worker) && to > from);
+  if (!shown.length) return null;
+  const last = Math.max(...shown.map((row) => row[2]));
+  const first = Math.max(Math.min(...shown.map((row) => row[1])), last - 12 * median(shown.map((row) => row[2] - row[1])) * Math.max(1, workers.length / 2));
+  const width = 1000, left = 84, x = (at) => left + (Math.max(0, at - first) / (last - first || 1)) * (width - left - 10);
+  const bars = shown.filter((row) => row[2] > first).flatMap(([worker, from, to, idle]) => {
+    const row = workers.indexOf(worker), busy = to - (to - from) * (idle || 0), told = `${seconds(to - from)}${idle === null ? "" : `, ${percent(idle)} of it waiting`}`;
+    const bar = (begin, end, kind) => svg("rect", { x: x(begin), y: row * tall + 5, width: Math.max(0.6, x(end) - x(begin) - 1), height: tall - 10, class: kind }, svg("title", {}, told));
+    return [bar(from, busy, "busy"), ...(idle ? [bar(busy, to, "waits")] : [])];
+  });
+  const lines = workers.map((worker, row) => svg("line", { x1: left, x2: width, y1: (row + 1) * tall, y2: (row + 1) * tall, class: "row" }));
+  const height = workers.length * tall + 24;
+  const ends = [svg("text", { x: left, y: height - 6, class: "axis" }, seconds(first)), svg("text", { x: width - 10, y: height - 6, class: "axis", "text-anchor": "end" }, seconds(last))];
+  return element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Last rows of each worker" },
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "timeline", "aria-label": "The last rows of each worker: computing and waiting" },
+      lines, labelled(workers, width, workers.map((worker) => `worker ${worker}`)), bars, ends));
+}
+
+function median(values) {
+  return values.slice().sort((one, two) => one - two)[Math.floor(values.length / 2)];
+}
+
+// Workers on a circle, servers inside; an edge is as wide as its bytes.
+export function topologyPicture(told) {
+  const size = 420, middle = size / 2, workers = told.nodes.filter((node) => node.worker), others = told.nodes.filter((node) => !node.worker);
+  const places = new Map();
+  const circle = (nodes, radius, turn) => nodes.forEach((node, at) => {
+    const angle = (2 * Math.PI * at) / nodes.length + turn;
+    places.set(node.rank, [middle + radius * Math.cos(angle), middle + radius * Math.sin(angle)]);
+  });
+  circle(workers, workers.length === 1 && !others.length ? 0 : 150, -Math.PI / 2);
+  circle(others, others.length > 1 ? 62 : 0, others.length === 2 ? 0 : -Math.PI / 2);
+  const together = told.together.reduce((sum, [, sent]) => sum + sent, 0) / Math.max(1, workers.length);
+  const most = Math.max(...told.edges.map((edge) => edge[2]), together, 1), total = told.edges.reduce((sum, edge) => sum + edge[2], 0);
+  const named = Object.fromEntries(told.nodes.map((node) => [node.rank, node.name]));
+  const edges = told.edges.map(([from, to, sent]) => {
+    const [x1, y1] = places.get(from), [x2, y2] = places.get(to), long = Math.hypot(x2 - x1, y2 - y1) || 1;
+    const bend = 12, cx = (x1 + x2) / 2 - ((y2 - y1) / long) * bend, cy = (y1 + y2) / 2 + ((x2 - x1) / long) * bend;
+    return svg("path", { d: `M${x1} ${y1}Q${cx} ${cy} ${x2} ${y2}`, class: "edge", "stroke-width": (0.8 + 5 * Math.sqrt(sent / most)).toFixed(2) },
+      svg("title", {}, `${named[from]} to ${named[to]}: ${bytes(sent)}`));
+  });
+  if (together && workers.length > 1) edges.unshift(svg("circle", { cx: middle, cy: middle, r: 150, class: "together" }, svg("title", {}, told.together.map(([op, sent]) => `${op} among all: ${bytes(sent)}`).join(", "))));
+  const small = told.nodes.length > 20;
+  const nodes = told.nodes.flatMap((node) => {
+    const [x, y] = places.get(node.rank), right = x >= middle - 1;
+    const shape = node.worker ? svg("circle", { cx: x, cy: y, r: small ? 5 : 9, class: "worker" }, svg("title", {}, node.name)) : svg("rect", { x: x - 9, y: y - 9, width: 18, height: 18, rx: 4, class: "server" }, svg("title", {}, node.name));
+    if (small && node.worker) return [shape];
+    return [shape, svg("text", { x: x + (node.worker && Math.abs(x - middle) < 5 ? 0 : right ? 14 : -14), y: y + (!node.worker || Math.abs(x - middle) >= 5 ? 4 : y < middle ? -16 : 26), "text-anchor": node.worker && Math.abs(x - middle) < 5 ? "middle" : right ? "start" : "end", class: "label" }, node.name)];
+  });
+  const picture = svg("svg", { viewBox: `-70 0 ${size + 140} ${size}`, role: "img", class: "topology", "aria-label": `${told.nodes.length} nodes, ${told.edges.length} edges, ${bytes(total)}` }, edges, nodes);
+  return { picture, total };
+}
+
+export { color };

@@ -1,0 +1,231 @@
+"""`Hub`: reads runs at most once a second, however many pages look at them, and makes each view once.
+
+files of runs ──▶ RunList, Watch (one a run) ──▶ Hub ──▶ parts of a view as JSON ──▶ every page with that view
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from polytempo.core.system.url_path import Place
+from polytempo.report.status.live_status import LiveStatus, read_status
+from polytempo.ui.page_view import PageView
+from polytempo.ui.run_columns import RunColumns
+from polytempo.ui.run_facts import differences, facts
+from polytempo.ui.run_list import RunList
+from polytempo.ui.run_logs import log_lines, logs_of
+from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
+
+LOOK_S = 1.0
+"""The least time between two looks at a run's files."""
+_MOST_WATCHES, _MOST_VIEWS = 100, 256
+_NO_SPAN = (None, None)
+
+Part = tuple[str, bytes]
+
+
+class Watch:
+    """One run that a page looks at."""
+
+    def __init__(self, folder: Place) -> None:
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.columns, self.trace = RunColumns(folder), RunTrace(folder)
+        self.status: LiveStatus | None = None
+        self.problem = ""
+        """The reason why the run's files cannot be read; "" where they can."""
+        self._looked_s = -LOOK_S
+
+    def look(self) -> None:
+        """Read the news, if the last look is a second ago."""
+        if time.monotonic() - self._looked_s < LOOK_S:
+            return
+        try:
+            self.status = read_status(self.folder)
+            self.columns.look()
+            self.problem = ""
+        except (ValueError, OSError, RecursionError) as error:
+            self.problem = str(error)[:500]
+        self.trace.look()
+        self._looked_s = time.monotonic()
+
+
+class Hub:
+    """The runs below `root`, for any number of pages. All methods may be called from several threads."""
+
+    def __init__(self, root: Place) -> None:
+        self.root = root
+        self._list = RunList(root)
+        self._rows: list[dict[str, Any]] = []
+        self._listed_s = -LOOK_S
+        self._lock = threading.Lock()
+        self._watches: OrderedDict[str, Watch] = OrderedDict()
+        self._made: OrderedDict[tuple[PageView, str], tuple[float, bytes]] = OrderedDict()
+
+    def rows(self, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """The rows of all runs, at most a second old; `fresh`: of now."""
+        with self._lock:
+            if fresh or time.monotonic() - self._listed_s >= LOOK_S:
+                self._rows = self._list.look()
+                self._listed_s = time.monotonic()
+            return self._rows
+
+    def folder(self, name: str) -> Place:
+        """The folder of the run `name`. KeyError for a run that is not listed."""
+        if name not in self._list.folders:
+            self.rows(fresh=True)
+        return self._list.folders[name]
+
+    def forget(self, name: str) -> None:
+        """Leave out a run that was removed."""
+        with self._lock:
+            self._watches.pop(name, None)
+        self.rows(fresh=True)
+
+    def parts(self, view: PageView) -> Iterator[Part]:
+        """The parts of a view, each with its name; parts that are made fast come first.
+
+        Errors: KeyError for a run that is not there, ValueError for a log that is not.
+        """
+        for name, make in self._makers(view):
+            yield name, self._once(view, name, make)
+
+    def _once(self, view: PageView, name: str, make: Callable[[], Any]) -> bytes:
+        """The part, made again after a second."""
+        with self._lock:
+            known = self._made.get((view, name))
+            if known is not None and time.monotonic() - known[0] < LOOK_S:
+                return known[1]
+        content = msgspec.json.encode(make())
+        with self._lock:
+            self._made[view, name] = time.monotonic(), content
+            while len(self._made) > _MOST_VIEWS:
+                self._made.popitem(last=False)
+        return content
+
+    def _makers(self, view: PageView) -> list[tuple[str, Callable[[], Any]]]:
+        if view.kind == "runs":
+            return [("runs", self.rows)]
+        if view.kind == "log":
+            return [("log", lambda: log_lines(self.folder(view.runs[0]), view.log, view.search))]
+        if view.kind == "compare":
+            return [("compared", lambda: self._compared(view)), ("curves", lambda: self._curves_of_all(view))]
+        name = view.runs[0]
+        return [
+            ("run", lambda: self._run(name)),
+            ("curves", lambda: self._curves(view)),
+            ("activity", lambda: self._activity(name)),
+            ("prediction", lambda: self._prediction(name)),
+        ]
+
+    # ------------------------------------------------------------------ one run
+
+    def _watch(self, name: str) -> Watch:
+        folder = self.folder(name)
+        with self._lock:
+            found = self._watches.pop(name, None) or Watch(folder)
+            self._watches[name] = found
+            while len(self._watches) > _MOST_WATCHES:
+                self._watches.popitem(last=False)
+            return found
+
+    def _row(self, name: str) -> dict[str, Any]:
+        self.folder(name)
+        return next((row for row in self.rows() if row["id"] == name), {"id": name, "name": name, "state": "unknown"})
+
+    def _run(self, name: str) -> dict[str, Any]:
+        """The facts of a run that need none of its rows."""
+        folder, row = self.folder(name), self._row(name)
+        try:
+            status = read_status(folder)
+        except (ValueError, OSError):
+            status = None
+        processes = [] if status is None else [msgspec.to_builtins(each) for each in status.processes]
+        return {"row": row, "facts": facts(folder, row), "processes": processes, "logs": logs_of(folder)}
+
+    def _curves(self, view: PageView) -> dict[str, Any]:
+        """The curves and marks of a run."""
+        watch, row = self._watch(view.runs[0]), self._row(view.runs[0])
+        sent = row.get("bytes_sent_per_rank")
+        with watch.lock:
+            watch.look()
+            columns = watch.columns
+            axes = columns.axes(sent)
+            axis = view.axis if view.axis in axes else axes[0] if axes else view.axis
+            span = (view.begin, view.end) if axis == view.axis else _NO_SPAN
+            curves = {
+                quantity: columns.curves(axis, quantity, view.pixels, span, sent) for quantity in columns.quantities()
+            }
+            return {
+                "axis": axis,
+                "axes": axes,
+                "rows": columns.num_rows,
+                "curves": {quantity: found for quantity, found in curves.items() if found},
+                "marks": columns.marks,
+                "logged": columns.logged,
+                "last": columns.last,
+                "workers": {str(worker): last for worker, last in columns.workers.items()},
+                "problem": watch.problem,
+            }
+
+    def _activity(self, name: str) -> dict[str, Any]:
+        """The timeline and the topology, or before there is a trace the last rows of each worker."""
+        watch = self._watch(name)
+        with watch.lock:
+            watch.look()
+            workers = int(self._row(name).get("workers") or 0)
+            names = [] if watch.status is None else [each.who for each in watch.status.processes]
+            return {
+                "timeline": timeline(watch.trace.events),
+                "topology": topology(watch.trace.events, workers, node_names(names)),
+                "recent": watch.columns.recent,
+            }
+
+    def _prediction(self, name: str) -> dict[str, Any] | None:
+        """The newest simulation of the same job, strategy and workers, beside a run on processes."""
+        row = self._row(name)
+        if row.get("world") != "process":
+            return None
+        same = ("job", "strategy", "workers")
+        virtual = (each for each in self.rows() if each.get("world") == "virtual")
+        found = next((each for each in virtual if all(each.get(key) == row.get(key) for key in same)), None)
+        if found is None:
+            return None
+        predicted, measured = self._watch(found["id"]), self._watch(name)
+        with predicted.lock:
+            predicted.look()
+            events = predicted.trace.events
+        with measured.lock:
+            measured.look()
+            times = compared(events, measured.trace.events)
+        return {"run": found["id"], "row": found, "times": times}
+
+    # ------------------------------------------------------------------ several runs
+
+    def _compared(self, view: PageView) -> dict[str, Any]:
+        rows = [self._row(name) for name in view.runs]
+        found = [facts(self.folder(name), row) for name, row in zip(view.runs, rows, strict=True)]
+        return {"runs": rows, "settings": differences(found)}
+
+    def _curves_of_all(self, view: PageView) -> dict[str, Any]:
+        """The curves of several runs, by quantity; a pixel holds less where there are many."""
+        found, axes = dict[str, list[Any]](), list[str]()
+        for number, name in enumerate(view.runs):
+            curves = self._curves(_of_one(view, name))
+            axes += [axis for axis in curves["axes"] if axis not in axes]
+            if curves["axis"] != view.axis:
+                continue
+            for quantity, each in curves["curves"].items():
+                found.setdefault(quantity, []).extend({**curve, "run": number} for curve in each)
+        return {"axis": view.axis, "axes": axes, "curves": found}
+
+
+def _of_one(view: PageView, name: str) -> PageView:
+    pixels = max(50, view.pixels // 2) if len(view.runs) > 8 else view.pixels
+    return msgspec.structs.replace(view, runs=(name,), pixels=pixels)
