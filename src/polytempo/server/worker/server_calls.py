@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
+from polytempo.data.mover import BatchMover
 from polytempo.device import HOST, HostCopy, on_accelerator
 from polytempo.server.message import Outbox, Reply, View
 from polytempo.server.worker.client import Client
@@ -32,23 +33,37 @@ _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
 
-def _on_host(flat: Tensor) -> Tensor:
-    return HostCopy([flat]).wait()[0] if on_accelerator(flat) else flat
+def _nothing() -> None:
+    """Nothing."""
 
 
-def through(client: Client, port: Port, program: Program[T], device: torch.device = HOST) -> Program[T]:
+def through(
+    client: Client,
+    port: Port,
+    program: Program[T],
+    device: torch.device = HOST,
+    before_push: Callable[[], None] = _nothing,
+) -> Program[T]:
     """`program` with its exchanges. A client has one program; coroutines that it starts cannot push.
 
-    `device`: of the program's tensors. The client's are on the host: pushes are copied to it, answers from it.
+    `device` and `before_push`: as of `ServerCalls`.
     """
-    return interpreted(program, ServerCalls(client, port, device).perform, (Push, Pull, Start, Work, Take))
+    calls = ServerCalls(client, port, device, before_push)
+    return interpreted(program, calls.perform, (Push, Pull, Start, Work, Take))
 
 
 class ServerCalls:
-    """The mailbox of a worker: the client's part, and the rest. One client has one of these."""
+    """The mailbox of a worker: the client's part, and the rest. One client has one of these.
 
-    def __init__(self, client: Client, port: Port, device: torch.device = HOST) -> None:
-        self._client, self._port, self._device = client, port, device
+    `device`: of the program's tensors. The client's are on the host. The host waits for the copy of a push, and then
+    calls `before_push`; an answer is copied behind the device's work under way, and the host goes on.
+    """
+
+    def __init__(
+        self, client: Client, port: Port, device: torch.device = HOST, before_push: Callable[[], None] = _nothing
+    ) -> None:
+        self._client, self._port, self.before_push = client, port, before_push
+        self._mover = BatchMover(None if device.type == "meta" else device)
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
     def perform(self, op: Op[Any]) -> Awaitable[Any]:
@@ -79,7 +94,7 @@ class ServerCalls:
         while unread and (taken := await self._port.take(0.0)) is not None:
             await self._post(self._sort(await self._port.now(), *taken))
         if isinstance(op, Push):
-            pending = client.push(_on_host(op.gradient), op.clock, op.samples)
+            pending = client.push(self._on_host(op.gradient), op.clock, op.samples)
         else:
             pending = client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
@@ -90,8 +105,14 @@ class ServerCalls:
     async def finished(self, pending: PendingExchange) -> Any:
         """Wait for a push or pull."""
         await self._until(lambda: pending.done, None)
-        value = pending.value
-        return value if value is None or self._device.type in ("cpu", "meta") else value.to(self._device)
+        return self._mover.moved(pending.value)
+
+    def _on_host(self, flat: Tensor) -> Tensor:
+        if not on_accelerator(flat):
+            return flat
+        [copy] = HostCopy([flat]).wait()
+        self.before_push()
+        return copy
 
     async def taken(self, wait_s: float | None) -> tuple[int, Parcel] | None:
         """The next message that is not the client's."""

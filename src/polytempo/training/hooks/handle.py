@@ -120,6 +120,7 @@ class Handle:
         Cost: one mean over the parameters, and memory for it; nothing where all ranks hold the same model anyway.
         """
         replica, port = self.replica, self.ports.data
+        self._catch_up()
         if replica.strategy.synchronized or port.size == 1:
             yield
             return
@@ -229,6 +230,7 @@ class Handle:
 
         All ranks must call it, because exchanges that are under way are finished first.
         """
+        self._catch_up()
         self.world.drive(self.replica.settle())
         if self.replica.drift is not None:
             self.replica.drift.check(buffers=False)
@@ -281,7 +283,7 @@ class Handle:
 
         Exchanges under way are dropped (`delayed_sgd`): call `state_dict` first to finish them, where the ranks are to
         exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each gets
-        parameters of its own.
+        parameters of its own. Raises NotFinite for values of the last step on a device, where `allow_nan` is False.
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
@@ -304,6 +306,12 @@ class Handle:
         if self.one_copy is not None:
             self.one_copy.detach()
         self.attached = False
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Read the looks for NaN that are under way on a device."""
+        if self.replica.guard is not None:
+            self.replica.guard.catch_up(self.world.rank)
 
 
 def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class ServedStep:
     def begin(self, loop: TicketLoop) -> None:
         """Batches are dealt from now on."""
         self.loop = loop
+        if self._guard is not None:
+            loop.check_pushes(partial(self._guard.catch_up, loop.rank))
 
     @contextmanager
     def moving(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ the mailbox.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -111,6 +112,10 @@ class TicketLoop:
         """Losses of batches that came back without a step, since the loop last asked."""
         self._tickets: deque[Ticket] = deque()
         self._met = self._alone = False
+
+    def check_pushes(self, check: Callable[[], None]) -> None:
+        """Call `check` before a push leaves a device."""
+        self._calls.before_push = check
 
     # ------------------------------------------------------------------ batches
 

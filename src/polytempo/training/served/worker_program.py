@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -122,7 +122,9 @@ def performed_work(
     In a pipeline, the process does not leave alone: its replica could not go on.
     """
     if stages is None:
-        return through(client, port, work(group, context, client, leaves), device_of(context.model))
+        guard = context.guard
+        check = partial(guard.catch_up, client.worker) if guard is not None else lambda: None
+        return through(client, port, work(group, context, client, leaves), device_of(context.model), check)
     messages = StageMessages(port, stages.members, client.incarnation, client.timing)
     return through(client, port, through_stages(messages, work(group, context, client, stages=stages)))
 

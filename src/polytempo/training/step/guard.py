@@ -3,8 +3,9 @@
 loss ──▶ gradients ──▶ exchange ──▶ update ──▶ parameters ──▶ exchange         each ──▶ is looked at by the rank that
                                                                                 made the value, so the error names it
 
-A look only reads. On the CPU it is one pass over the gradients, or, where ranks exchange parameters, over those. On an
-accelerator a look would make the host wait, so gradients are not looked at, and losses `_MOST_LOSSES` at a time.
+A look only reads. It is one pass over the gradients, or, where ranks exchange parameters, over these. On a device the
+host would have to wait, so it reads the answer one step later (`late_look`), before that step's exchanges. A look at a
+loss there is also one at the parameters: one step later they are not finite in any case.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle, NotFinite
+from polytempo.device import on_accelerator
 from polytempo.native.kernels import update as kernels
 from polytempo.native.library import available
 from polytempo.training.precision.wide_bucket import Widened
+from polytempo.training.step.late_look import Kind, LateLook, Step
 
 MODEL = "model/"
 """Begins the names of a model's tensors in a checkpoint."""
 GOES_ON = "allow_nan=True (--allow-nan) goes on all the same"
 _CAUSES = "look at the batch, the loss and the learning rate"
-_MOST_LOSSES = 256
 
 
 class Bad(NamedTuple):
     """The first value of a tensor that is NaN or infinite."""
 
     name: str
-    element: int
+    element: int | None
+    """None: it is not known which."""
     value: float
 
 
@@ -98,16 +101,15 @@ class Guard:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, overflow: bool = False) -> None:
         self._model, self._parameters, self._overflow = model, parameters, overflow
         self.remedy = ""
-        self._losses: list[tuple[int, Tensor]] = []
+        self._late = LateLook()
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
         """A batch's loss: before its backward pass, or behind it and detached."""
-        if loss.device.type != "cpu":
-            if loss.device.type != "meta":
-                self._losses.append((step, loss.detach()))
-                if len(self._losses) >= _MOST_LOSSES:
-                    self.catch_up(rank)
-        elif not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())):
+        if on_accelerator(loss):
+            if not self._late.has(step, Kind.BEFORE):
+                self._note(step, rank, Kind.BEFORE, self._model.named_parameters())
+            self._note(step, rank, Kind.LOSS, [("", loss)])
+        elif loss.is_cpu and not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())):
             self._refuse(loss, step, rank)
 
     def gradients(self, step: int, rank: int) -> None:
@@ -120,7 +122,7 @@ class Guard:
         """This rank's own gradients, before they are exchanged. Packs nothing."""
         if self._overflow:
             return
-        if bundle.packed and (bundle.flat.device.type != "cpu" or first_bad([("", bundle.flat)]) is None):
+        if bundle.packed and bundle.flat.is_cpu and first_bad([("", bundle.flat)]) is None:
             return
         found = bundle.views if bundle.packed else bundle.tensors
         if isinstance(found, Widened):  # its 16-bit gradients are not finite in the same places
@@ -129,21 +131,46 @@ class Guard:
 
     def parameters(self, step: int, rank: int) -> None:
         """This rank's own parameters, after the update and before they are exchanged."""
-        bad = first_bad((name, p.detach()) for name, p in self._parameters.items() if p.device.type == "cpu")
+        named = [(name, p.detach()) for name, p in self._parameters.items()]
+        self._note(step, rank, Kind.AFTER, named)
+        bad = first_bad((name, tensor) for name, tensor in named if tensor.is_cpu)
         if bad is not None:
             self._raise(bad, f"parameter {bad.name!r} after the update", step, rank)
 
     def catch_up(self, rank: int) -> None:
-        """Look at the losses that were put off."""
-        pending, self._losses = self._losses, []
-        if pending and not bool(torch.stack([loss.reshape(()) for _, loss in pending]).isfinite().all()):
-            step, loss = next((step, loss) for step, loss in pending if not bool(loss.isfinite()))
-            self._refuse(loss, step, rank)
+        """Read all looks that are under way on a device."""
+        for found in self._late.read():
+            self._refuse_late(found)
+
+    def _note(self, step: int, rank: int, kind: Kind, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Look at the tensors on a device, and read the looks at earlier steps."""
+        for found in self._late.read(but=step):
+            self._refuse_late(found)
+        self._late.note(step, rank, kind, named)
+
+    def _refuse_late(self, found: Step) -> None:
+        """Raise the error that the step would have raised on the CPU."""
+        step, rank, bad = found
+        gradients, after = (list(bad.get(kind, {})) for kind in (Kind.GRADIENT, Kind.AFTER))
+        if Kind.LOSS in bad:
+            before = next(iter(bad.get(Kind.BEFORE, {}).items()), None)
+            cause = None if before is None else f"because a value of parameter {before[0]!r} is {before[1]}"
+            gradients = sorted(gradients or after, key=list(self._parameters).index)  # an update passes them on
+            name = before[0] if before is not None else gradients[0] if gradients else None
+            self._raise_loss(bad[Kind.LOSS][""], cause or self._behind(gradients), step, rank, name)
+        if gradients:
+            value = Bad(gradients[0], None, bad[Kind.GRADIENT][gradients[0]])
+            self._raise(value, f"a value of the gradient of {value.name!r}", step, rank)
+        if after:
+            value = Bad(after[0], None, bad[Kind.AFTER][after[0]])
+            self._raise(value, f"a value of parameter {value.name!r} after the update", step, rank)
 
     def _look_at_gradients(self, gradients: Iterable[tuple[str, Tensor]], step: int, rank: int) -> None:
         if self._overflow:
             return
-        bad = first_bad((name, gradient) for name, gradient in gradients if gradient.device.type == "cpu")
+        named = list(gradients)
+        self._note(step, rank, Kind.GRADIENT, named)
+        bad = first_bad((name, gradient) for name, gradient in named if gradient.is_cpu)
         if bad is not None:
             self._raise(bad, f"the gradient of {bad.name!r}", step, rank)
 
@@ -151,17 +178,21 @@ class Guard:
         """Name the cause of the loss: parameters that are not finite, or else the gradients that follow."""
         value = next(float(each) for each in loss.detach().reshape(-1) if not bool(each.isfinite()))
         bad = first_bad((name, p.detach()) for name, p in self._model.named_parameters())
-        name: str | None
         if bad is not None:
-            name, cause = bad.name, f"because element {bad.element} of parameter {bad.name!r} is {bad.value}"
-        else:
-            names = self._bad_gradients(loss)
-            name = names[0] if names else None
-            cause = "though all parameters are finite" + (
-                f"; of {len(self._parameters)} parameters {len(names)} get gradients that are not, {name!r} the first"
-                if names
-                else ""
-            )
+            cause = f"because element {bad.element} of parameter {bad.name!r} is {bad.value}"
+            self._raise_loss(value, cause, step, rank, bad.name)
+        names = self._bad_gradients(loss)
+        self._raise_loss(value, self._behind(names), step, rank, names[0] if names else None)
+
+    def _behind(self, names: list[str]) -> str:
+        """The words about a loss that is the first bad value: the gradients behind it."""
+        return "though all parameters are finite" + (
+            f"; of {len(self._parameters)} parameters {len(names)} get gradients that are not, {names[0]!r} the first"
+            if names
+            else ""
+        )
+
+    def _raise_loss(self, value: float, cause: str, step: int, rank: int, name: str | None) -> NoReturn:
         advice = f"{cause}; {self.remedy or _CAUSES}; {GOES_ON}"
         raise NotFinite("", None, value, "the loss", step=step, rank=rank, parameter=name, advice=advice)
 

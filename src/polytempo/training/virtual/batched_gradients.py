@@ -162,6 +162,7 @@ class GradientPool:
             guard = Guard(replica.model, replica.trainable)
             guard.loss(self._losses[worker], replica.step, worker)
             guard.gradients(replica.step, worker)
+            guard.catch_up(worker)
 
 
 def leaves_of(batch: Any) -> tuple[list[Any], Any]:

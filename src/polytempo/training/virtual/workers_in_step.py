@@ -118,5 +118,6 @@ class _SummedGradients:
             for bucket in replica.buckets:
                 own = {name: p.grad for name, p in bucket.parameters.items() if p.grad is not None}
                 guard.bundle(Bundle(own), replica.step, worker)
+            guard.catch_up(worker)
         for name, gradient in summed.items():  # each is finite, and only their sum is not
             replica.trainable[name].grad = gradient

@@ -109,6 +109,7 @@ def _look(guard: Guard, replica: Replica, worker: int) -> NotFinite | None:
         for bucket in replica.buckets:
             own = {name: p.grad for name, p in bucket.parameters.items() if p.grad is not None}
             guard.bundle(Bundle(own), replica.step, worker)
+        guard.catch_up(worker)
     except NotFinite as found:
         return found
     return None
