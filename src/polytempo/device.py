@@ -328,6 +328,23 @@ class HostCopy:
         return self.tensors
 
 
+class DeviceCopy:
+    """A host tensor on its way to a device, on a stream beside the computing one.
+
+    `tensor` is on the device: work that this thread gives it from now on waits for the copy, and the host does not. Keep
+    this object until such work is over, as the device may still read pinned memory.
+    """
+
+    def __init__(self, given: Tensor, device: torch.device) -> None:
+        self._pinned = given if device.type in _ONE_GENERATOR or given.is_pinned() else given.pin_memory()
+        stream, here = side_stream(device), current_stream(device)
+        with stream:
+            self.tensor = self._pinned.to(device, non_blocking=True)
+            there = stream.record_event()
+        here.wait_event(there)
+        self.tensor.record_stream(here)
+
+
 def copied_back(given: Sequence[Tensor], targets: Sequence[Tensor]) -> torch.Event:
     """Copy host tensors into device tensors beside the computing stream; the event is behind the copies.
 

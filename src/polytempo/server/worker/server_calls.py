@@ -17,8 +17,7 @@ from torch import Tensor
 
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
-from polytempo.data.mover import BatchMover
-from polytempo.device import HOST, HostCopy, on_accelerator
+from polytempo.device import HOST, DeviceCopy, HostCopy, on_accelerator
 from polytempo.server.message import Outbox, Reply, View
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.host.host_peers import Offer, Presence
@@ -62,8 +61,9 @@ class ServerCalls:
     def __init__(
         self, client: Client, port: Port, device: torch.device = HOST, before_push: Callable[[], None] = _nothing
     ) -> None:
-        self._client, self._port, self.before_push = client, port, before_push
-        self._mover = BatchMover(None if device.type == "meta" else device)
+        self._client, self._port, self._device, self.before_push = client, port, device, before_push
+        self._copies: deque[DeviceCopy] = deque(maxlen=2)
+        """The last answers, which the device may still read from the host."""
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
     def perform(self, op: Op[Any]) -> Awaitable[Any]:
@@ -105,7 +105,11 @@ class ServerCalls:
     async def finished(self, pending: PendingExchange) -> Any:
         """Wait for a push or pull."""
         await self._until(lambda: pending.done, None)
-        return self._mover.moved(pending.value)
+        value = pending.value
+        if value is None or self._device.type in ("cpu", "meta"):
+            return value
+        self._copies.append(DeviceCopy(value, self._device))
+        return self._copies[-1].tensor
 
     def _on_host(self, flat: Tensor) -> Tensor:
         if not on_accelerator(flat):
