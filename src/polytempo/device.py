@@ -331,7 +331,7 @@ class HostCopy:
 class DeviceCopy:
     """A host tensor on its way to a device, on a stream beside the computing one.
 
-    `tensor` is on the device: work that this thread gives it from now on waits for the copy, and the host does not. Keep
+    `tensor` is on the device: work that this thread gives it from now on waits for the copy, the host does not. Keep
     this object until such work is over, as the device may still read pinned memory.
     """
 
