@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import NotFinite, PolytempoError
 from polytempo.engines.local_engine import launch
-from polytempo.training.step.late_look import Kind, LateLook
+from polytempo.training.step.late_look import LateLook, ValueKind
 from polytempo.worlds import ProcessWorld
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -139,11 +139,14 @@ def test_a_look_copies_one_number_for_each_tensor_and_waits_for_none(device: str
             tensors[0][7] = value
             tensors[1][1] = 1e300  # finite
             look.note(
-                step, 0, Kind.GRADIENT, [("a", tensors[0]), ("b", tensors[1]), ("none", torch.empty(0, device=card))]
+                step,
+                0,
+                ValueKind.GRADIENT,
+                [("a", tensors[0]), ("b", tensors[1]), ("none", torch.empty(0, device=card))],
             )
         tensors[0].zero_()
         copied = sum(each.copy.tensors[0].numel() for each in look._noted)
-        return [copied, [[found.step, str(found.bad[Kind.GRADIENT])] for found in look.read()], look.read()]
+        return [copied, [[found.step, str(found.bad[ValueKind.GRADIENT])] for found in look.read()], look.read()]
 
     assert crew.together(device, 1, work) == [[6, [[1, "{'a': inf}"], [2, "{'a': nan}"]], []]]
 

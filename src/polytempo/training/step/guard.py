@@ -23,7 +23,7 @@ from polytempo.device import on_accelerator
 from polytempo.native.kernels import update as kernels
 from polytempo.native.library import available
 from polytempo.training.precision.wide_bucket import Widened
-from polytempo.training.step.late_look import Kind, LateLook, Step
+from polytempo.training.step.late_look import BadStep, LateLook, ValueKind
 
 MODEL = "model/"
 """Begins the names of a model's tensors in a checkpoint."""
@@ -106,9 +106,9 @@ class Guard:
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
         """A batch's loss: before its backward pass, or behind it and detached."""
         if on_accelerator(loss):
-            if not self._late.has(step, Kind.BEFORE):
-                self._note(step, rank, Kind.BEFORE, self._model.named_parameters())
-            self._note(step, rank, Kind.LOSS, [("", loss)])
+            if not self._late.has(step, ValueKind.BEFORE):
+                self._note(step, rank, ValueKind.BEFORE, self._model.named_parameters())
+            self._note(step, rank, ValueKind.LOSS, [("", loss)])
         elif loss.is_cpu and not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())):
             self._refuse(loss, step, rank)
 
@@ -132,7 +132,7 @@ class Guard:
     def parameters(self, step: int, rank: int) -> None:
         """This rank's own parameters, after the update and before they are exchanged."""
         named = [(name, p.detach()) for name, p in self._parameters.items()]
-        self._note(step, rank, Kind.AFTER, named)
+        self._note(step, rank, ValueKind.AFTER, named)
         bad = first_bad((name, tensor) for name, tensor in named if tensor.is_cpu)
         if bad is not None:
             self._raise(bad, f"parameter {bad.name!r} after the update", step, rank)
@@ -142,34 +142,34 @@ class Guard:
         for found in self._late.read():
             self._refuse_late(found)
 
-    def _note(self, step: int, rank: int, kind: Kind, named: Iterable[tuple[str, Tensor]]) -> None:
+    def _note(self, step: int, rank: int, kind: ValueKind, named: Iterable[tuple[str, Tensor]]) -> None:
         """Look at the tensors on a device, and read the looks at earlier steps."""
         for found in self._late.read(but=step):
             self._refuse_late(found)
         self._late.note(step, rank, kind, named)
 
-    def _refuse_late(self, found: Step) -> None:
+    def _refuse_late(self, found: BadStep) -> None:
         """Raise the error that the step would have raised on the CPU."""
         step, rank, bad = found
-        gradients, after = (list(bad.get(kind, {})) for kind in (Kind.GRADIENT, Kind.AFTER))
-        if Kind.LOSS in bad:
-            before = next(iter(bad.get(Kind.BEFORE, {}).items()), None)
+        gradients, after = (list(bad.get(kind, {})) for kind in (ValueKind.GRADIENT, ValueKind.AFTER))
+        if ValueKind.LOSS in bad:
+            before = next(iter(bad.get(ValueKind.BEFORE, {}).items()), None)
             cause = None if before is None else f"because a value of parameter {before[0]!r} is {before[1]}"
             gradients = sorted(gradients or after, key=list(self._parameters).index)  # an update passes them on
             name = before[0] if before is not None else gradients[0] if gradients else None
-            self._raise_loss(bad[Kind.LOSS][""], cause or self._behind(gradients), step, rank, name)
+            self._raise_loss(bad[ValueKind.LOSS][""], cause or self._behind(gradients), step, rank, name)
         if gradients:
-            value = Bad(gradients[0], None, bad[Kind.GRADIENT][gradients[0]])
+            value = Bad(gradients[0], None, bad[ValueKind.GRADIENT][gradients[0]])
             self._raise(value, f"a value of the gradient of {value.name!r}", step, rank)
         if after:
-            value = Bad(after[0], None, bad[Kind.AFTER][after[0]])
+            value = Bad(after[0], None, bad[ValueKind.AFTER][after[0]])
             self._raise(value, f"a value of parameter {value.name!r} after the update", step, rank)
 
     def _look_at_gradients(self, gradients: Iterable[tuple[str, Tensor]], step: int, rank: int) -> None:
         if self._overflow:
             return
         named = list(gradients)
-        self._note(step, rank, Kind.GRADIENT, named)
+        self._note(step, rank, ValueKind.GRADIENT, named)
         bad = first_bad((name, gradient) for name, gradient in named if gradient.is_cpu)
         if bad is not None:
             self._raise(bad, f"the gradient of {bad.name!r}", step, rank)

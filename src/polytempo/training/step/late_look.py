@@ -21,7 +21,7 @@ from torch import Tensor
 from polytempo.device import HostCopy, on_accelerator
 
 
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """Values that are looked at, in the order of a step."""
 
     BEFORE = 0
@@ -32,31 +32,31 @@ class Kind(IntEnum):
     """Parameters after the update."""
 
 
-class Noted(NamedTuple):
+class _Noted(NamedTuple):
     """Copies under way of the largest magnitudes of tensors."""
 
     step: int
     rank: int
-    kind: Kind
+    kind: ValueKind
     names: list[str]
     copy: HostCopy
 
 
-class Step(NamedTuple):
+class BadStep(NamedTuple):
     """Values of one step of one rank that are not finite: the largest magnitude of each tensor, by kind and name."""
 
     step: int
     rank: int
-    bad: dict[Kind, dict[str, float]]
+    bad: dict[ValueKind, dict[str, float]]
 
 
 class LateLook:
     """Notes values of steps on a device, and reads them when values of a later step are noted."""
 
     def __init__(self) -> None:
-        self._noted: list[Noted] = []
+        self._noted: list[_Noted] = []
 
-    def note(self, step: int, rank: int, kind: Kind, named: Iterable[tuple[str, Tensor]]) -> None:
+    def note(self, step: int, rank: int, kind: ValueKind, named: Iterable[tuple[str, Tensor]]) -> None:
         """Begin to look at the tensors on a device among `named`."""
         alike: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, tensor in named:
@@ -64,22 +64,22 @@ class LateLook:
                 alike[values.dtype, values.device].append((name, values))
         for found in alike.values():
             largest = torch.stack(torch._foreach_norm([values for _, values in found], math.inf))
-            self._noted.append(Noted(step, rank, kind, [name for name, _ in found], HostCopy([largest])))
+            self._noted.append(_Noted(step, rank, kind, [name for name, _ in found], HostCopy([largest])))
 
-    def has(self, step: int, kind: Kind) -> bool:
+    def has(self, step: int, kind: ValueKind) -> bool:
         """True if such values of this step were noted, and not read."""
         return any((each.step, each.kind) == (step, kind) for each in self._noted)
 
-    def read(self, but: int | None = None) -> list[Step]:
+    def read(self, but: int | None = None) -> list[BadStep]:
         """Steps with values that are not finite, in the order of their notes; step `but` is left to a later look."""
         due = [each for each in self._noted if each.step != but]
         self._noted = [each for each in self._noted if each.step == but]
-        found: dict[tuple[int, int], Step] = {}
+        found: dict[tuple[int, int], BadStep] = {}
         for each in due:
             [largest] = each.copy.wait()
             if bool(largest.isfinite().all()):
                 continue
-            bad = found.setdefault((each.step, each.rank), Step(each.step, each.rank, {})).bad
+            bad = found.setdefault((each.step, each.rank), BadStep(each.step, each.rank, {})).bad
             values = zip(each.names, largest.tolist(), strict=True)
             bad.setdefault(each.kind, {}).update((name, value) for name, value in values if not math.isfinite(value))
         return list(found.values())
