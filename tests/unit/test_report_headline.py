@@ -104,7 +104,7 @@ TABLE: list[tuple[str, list[RunRecord], str]] = [
     (
         "none but the baseline gets there",
         [run("sync", STEADY), run("bad", scaled(STEADY, 0.1, -0.3)), run("worse", scaled(STEADY, 0.1, -0.4))],
-        "Only sync reaches 97 % accuracy; bad comes nearest, with 68.0 %.",
+        "sync alone reaches 97 % accuracy; bad comes nearest, with 68.0 %.",
     ),
     (
         "one test each says nothing about when: rates are compared",

@@ -16,6 +16,7 @@ from polytempo.cli.look.look_options import (
     ExplainOptions,
     LookOptions,
     ReplayOptions,
+    ReportOptions,
     SharpnessOptions,
     StrategiesOptions,
     TopOptions,
@@ -39,7 +40,7 @@ from polytempo.engines.processes.fork import collected_children, reserve_standar
 
 STORY = {
     "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
-    "Look": ("ui", "top", "strategies", "explain", "look", "sharpness", "replay"),
+    "Look": ("ui", "top", "report", "strategies", "explain", "look", "sharpness", "replay"),
     "Use a trained model": ("evaluate", "predict", "export", "compress"),
     "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
@@ -188,6 +189,18 @@ def ui(asked: UiOptions) -> None:
     Prints a link, which ends in a token. Ctrl-C ends the page; runs go on. Needs the extra `ui`.
     """
     from polytempo.cli.look.ui import ui as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(ReportOptions)
+def report(asked: ReportOptions) -> None:
+    """Compare runs that have ended, on one page.
+
+    The page is the one that `polytempo compare` writes: curves, times, bytes and settings, side by side.
+    """
+    from polytempo.cli.look.report import report as command  # imports torch, which takes seconds
 
     command(asked)
 

@@ -39,6 +39,8 @@ class RunRecord(NamedTuple):
     events: list[Event]
     dropped: int = 0
     """Operations at the beginning that the trace does not hold."""
+    name: str = ""
+    """The user's own name for it, which tells runs with equal strategies and workers apart."""
 
     @property
     def simulated(self) -> bool:
@@ -168,6 +170,8 @@ def _different(names: list[str], runs: Sequence[RunRecord]) -> list[str]:
         f"{name}, {plural(size, 'worker')}" if len(sizes_of[name]) > 1 else name
         for name, size in zip(names, sizes, strict=True)
     ]
+    counts = Counter(names)
+    names = [f"{n}, {run.name}" if counts[n] > 1 and run.name else n for n, run in zip(names, runs, strict=True)]
     counts, seen, different = Counter(names), Counter[str](), []
     for name in names:
         seen[name] += 1

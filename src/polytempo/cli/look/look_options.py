@@ -50,6 +50,16 @@ def stop_of(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `polytempo report`."""
+
+    runs: Annotated[tuple[str, ...], Option(ARGUMENT, "RUN", read=_run_folders)]
+    """The folders of runs that have ended, as --out names them."""
+    out: Annotated[str, Option(OPTIONS, "FILE")] = "report.html"
+    """The page. Default: report.html."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
     """Options of `polytempo replay`."""
 

@@ -50,7 +50,7 @@ def headline(runs: Sequence[RunRecord]) -> str:
             continue
         baseline = baseline_of(runs, simulated)
         ordered = [baseline, *(number for number in numbers if number != baseline)]
-        names = [name.removesuffix(" (simulated)") for name in short_labels(runs)]
+        names = [name.replace(" (simulated)", "") for name in short_labels(runs)]
         ended_well = [finish_of(runs[number], names[number]) for number in ordered if not _diverged(runs[number])]
         if len(ended_well) < 2:
             return ""
@@ -136,7 +136,7 @@ def _sooner(finishes: Sequence[Finish]) -> str:
     assert first is not None
     if not there:
         nearest = max(others, key=_best)
-        return f"Only {baseline.name} reaches {goal}; {nearest.name} comes nearest, with {percent(_best(nearest), 1)}."
+        return f"{baseline.name} alone reaches {goal}; {nearest.name} comes nearest, with {percent(_best(nearest), 1)}."
     # A run that ends as accurate as the baseline is named before a sooner run that ends worse.
     as_good = [each for each in there if _as_good(each.finish, baseline)]
     soonest = min(as_good or there, key=lambda each: each.by_s)

@@ -1,0 +1,70 @@
+"""`polytempo report`: one page about runs that have ended, by names that tell them apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import polytempo as pt
+from polytempo.cli.main import app
+from polytempo.jobs.digits import job
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of one strategy with two rates, and one of another strategy."""
+    folder = tmp_path_factory.mktemp("runs")
+    sync = pt.strategies.sync_sgd()
+    pt.simulate(job, sync, 2, steps=6, lr=0.1, out=folder / "a" / "first")
+    pt.simulate(job, sync, 2, steps=6, lr=0.01, out=folder / "b" / "first")
+    pt.simulate(job, pt.strategies.local_sgd(period=2), 2, steps=6, out=folder / "other")
+    return folder
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    """The command's standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        app(["report", *arguments])
+    out = capsys.readouterr()
+    assert end.value.code == code, out.err
+    return out.out, out.err
+
+
+def test_runs_of_one_strategy_have_names_of_their_folders(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    names = [str(runs / name) for name in ("a/first", "b/first", "other")]
+    out, _ = asked(capsys, *names, "--out", str(page))
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    assert rows == [
+        "strategy",
+        "sync_sgd (simulated), a/first",
+        "sync_sgd (simulated), b/first",
+        "local_sgd (simulated)",
+        f"report: {page}",
+    ]
+    text = page.read_text()
+    assert "<title>digits: 3 runs</title>" in text
+    assert "sync_sgd (simulated), a/first" in text
+
+
+def test_one_run_has_the_title_of_its_strategy(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked(capsys, str(runs / "other"), "--out", str(tmp_path / "page.html"))
+    assert "<title>digits: local_sgd(period=2, route=native)</title>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["RUNS"], "holds no result.json; name the folder of a run that has finished"),
+        (["no/where"], "there is no such folder"),
+        (["RUNS/other", "--out", "RUNS"], "is a folder; name a file, such as"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: list[str], complaint: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, error = asked(capsys, *(each.replace("RUNS", str(runs)) for each in arguments), code=2)
+    assert complaint in error
