@@ -198,7 +198,7 @@ def ui(asked: UiOptions) -> None:
 def report(asked: ReportOptions) -> None:
     """Compare runs that have ended, on one page.
 
-    The page is as that of `polytempo compare`: curves, times, bytes and settings, side by side.
+    `polytempo compare` writes such a page, too: curves, times, bytes and settings, side by side.
     """
     from polytempo.cli.look.report import report as command  # imports torch, which takes seconds
 
