@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 AXES = {"partition", "synchronization", "aggregation", "compression", "collectives", "server"}
 BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
-    *("membership", "partition"),
+    *("membership", "partition", "diagnosis"),
 }
 STREAM = {"report.status.metrics", "report.status.records", "report.status.event_log"}
 """Writers of a run's stream."""
@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "large_batch": {"core", "native"},
     "wire": {"core", "native", "server.message"},
     "membership": {"core"},
+    "diagnosis": {"core"},
     "chaos": {"core", "server"},
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},

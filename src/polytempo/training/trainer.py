@@ -56,6 +56,7 @@ from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
 from polytempo.training.parts.staged_training import cut_of, staged, staged_step
 from polytempo.training.step.guard import unfinite_names
+from polytempo.training.step.pace_store import watch_pace
 from polytempo.training.step.replica import Replica
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
@@ -167,6 +168,8 @@ class Trainer:
                 watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
             leaves = context.leaves if watch is None else watch.agreed
             context = replace(context, record=recorder(writer, on_row), leaves=leaves)
+            if context.replica.pace is not None:
+                context.replica.pace.tell = context.record
             world.begin()
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
@@ -293,8 +296,10 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
     port, parts = world.port, cut_of(spec, model, data)
     world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
     world.drive(broadcast_model(port, model))
-    stage = staged(spec, model, parts, port, series=next_series(world))
+    series = next_series(world)
+    stage = staged(spec, model, parts, port, series=series)
     stage.replica.drift = watch(world, stage.ports.data, stage.replica, spec.options.on_drift)
+    stage.replica.pace = watch_pace(world, spec.strategy, series, stage.number)
     return _Part(port, HeldStage(stage), staged_step(stage, spec.job))
 
 

@@ -74,6 +74,8 @@ def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Itera
     def show(row: dict[str, Any]) -> None:
         if row["kind"] == "test":
             accuracy[0] = row["accuracy"]
+        elif row["kind"] == "diagnosis":
+            progress.note(f"note: {row['text']}")
         elif row["kind"] == "train":
             progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 

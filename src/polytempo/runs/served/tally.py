@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
+from polytempo.diagnosis.server_pace import ServedPaces
 from polytempo.runs.served.run_snapshot import RunSnapshot
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
@@ -20,6 +21,7 @@ from polytempo.training.job.start import start_facts
 from polytempo.training.served.server_facts import facts_of
 from polytempo.training.served.worker_program import Attendance
 from polytempo.training.step.guard import check_score
+from polytempo.training.step.pace_store import LEAST_LOST_S
 
 
 class ServedTotals(NamedTuple):
@@ -55,12 +57,16 @@ class Tally:
         coordinator: Coordinator,
         record: Callable[[dict[str, Any]], None],
         before: RunSnapshot | None = None,
+        *,
+        least_lost_s: float = LEAST_LOST_S,
     ) -> None:
         self._spec, self._service, self._batches = program.spec, program.plan.service, program.batches
         self._precision = program.precision
         self._coordinator, self._scheduler, self._record = coordinator, coordinator.scheduler, record
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row, and the seconds of the run before it was resumed."""
+        replicas = self._spec.workers // self._spec.strategy.stages  # one row for all stages of a replica
+        self._paces = ServedPaces(replicas, self._batches.size, least_lost_s)
         self._resumed_at = None if before is None else before.step
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
@@ -83,6 +89,8 @@ class Tally:
         else:
             self._trained = row
         self._record(row)
+        for found in self._paces.take(row) if row["kind"] == "train" else ():
+            self._record(found)
 
     def result(self, totals: ServedTotals) -> Result:
         """The run in numbers."""

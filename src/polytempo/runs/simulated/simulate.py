@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from random import Random
@@ -55,6 +55,7 @@ from polytempo.training.precision.masters import masters_of
 from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.noise_post import VirtualNoiseBoard
 from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.pace_watch import MemoryBoard, PaceWatch
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, cost_without_values, meta_model, step_cost
 from polytempo.training.trainer import result_of
@@ -187,6 +188,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         for rank, port in ports.items()
     }
     _measure(spec, contexts.values(), ports.values())
+    _watch_paces(contexts, world)
     if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in contexts.values()])
 
@@ -215,6 +217,37 @@ def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable
         board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
         replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
         context.growth = norm_growth(spec, replica, context.shard)
+
+
+def _watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) -> None:
+    """Let rank 0 compare the ranks that act, by their virtual seconds. Ranks that another one stands for are alike."""
+    board = MemoryBoard(len(contexts))
+    for rank, context in contexts.items():
+        if context.spec.strategy.slices is None:
+            stage = context.holding.stage_report()
+            who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
+            context.replica.pace = PaceWatch(board, VirtualClock(world, rank), rank, len(contexts), who=who)
+    if contexts[0].replica.pace is not None:
+        contexts[0].replica.pace.tell = lambda row: contexts[0].record(row)
+
+
+class VirtualClock:
+    """The times of a virtual rank."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def now_s(self) -> float:
+        """See `PaceClock`."""
+        return self._world.now_s
+
+    def busy_s(self) -> float:
+        """See `PaceClock`."""
+        return self._world.computed_s(self._rank)
+
+    def waited_s(self) -> float:
+        """See `PaceClock`."""
+        return self.now_s() - self.busy_s()
 
 
 def _context(

@@ -103,7 +103,7 @@ class ServedSimulation:
             topology.spares,
             lambda shard, nodes: None,  # they are there already
         )
-        self.tally = Tally(program, self.coordinator, record)
+        self.tally = Tally(program, self.coordinator, record, least_lost_s=0.0)
         self.scores = self._scores()
         self.nodes = self._nodes()
 

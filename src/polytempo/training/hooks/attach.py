@@ -41,6 +41,7 @@ from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
 from polytempo.training.step.loss_scale import facts as scaler_facts
 from polytempo.training.step.noise_post import watch_noise
+from polytempo.training.step.pace_store import watch_pace
 from polytempo.training.step.parameter_exchange import Commit
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, current
@@ -163,7 +164,11 @@ def _handle(
     group = host_group(world, ports.data, strategy)
     if ports.data.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer, shares=group is not None))
-    return _hooked(world, model, optimizer, strategy, options, group, series=next_series(world))
+    series = next_series(world)
+    handle = _hooked(world, model, optimizer, strategy, options, group, series=series)
+    if options.commit is None:  # members of an elastic run come and go
+        handle.replica.pace = watch_pace(world, strategy, series)
+    return handle
 
 
 def _hooked(

@@ -86,6 +86,11 @@ class Handle:
         """The noise scale as measured so far, the same on all ranks; None unless `attach` was asked to measure it."""
         return None if self.replica.noise is None else self.replica.noise.noise
 
+    @property
+    def diagnoses(self) -> list[dict[str, Any]]:
+        """Slow ranks that were found so far, on rank 0, each with its `text` and `values`; see docs/diagnosis.md."""
+        return [] if self.replica.pace is None else list(self.replica.pace.told)
+
     def _after_step(self, *_: Any) -> None:
         """The hook that keeps an optimizer's handle alive."""
         if self._step.ends():
@@ -297,6 +302,8 @@ class Handle:
             self.replica.drift.end()
         if self.replica.noise is not None:
             self.replica.noise.finish()
+        if self.replica.pace is not None:
+            self.replica.pace.finish()
         self._hooks = []
         if self._ownership is not None:
             self._ownership.end()

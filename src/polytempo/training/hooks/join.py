@@ -71,6 +71,8 @@ class JoinMembership:
 
     def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Look for a batch of `pt.shard` among a forward pass's inputs."""
+        if self._replica.pace is not None:
+            self._replica.pace.has_batch()
         if torch.is_grad_enabled():
             before, self._batch = self._batch, self._world.shares.of(inputs, named) or self._batch
             if not self.joining:

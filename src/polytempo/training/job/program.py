@@ -194,6 +194,8 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     await port.barrier()  # waiting for the slowest is training time
     if context.replica.noise is not None:
         context.replica.noise.finish()
+    if context.replica.pace is not None:
+        context.replica.pace.finish()
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
     parameters, buffers = await context.holding.whole(port)
@@ -228,9 +230,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         step = context.replica.step
         if context.leaves(step):
             await _leave(port, context, clock)
+        if context.replica.pace is not None:
+            context.replica.pace.asks_batch()
         batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
+        if context.replica.pace is not None:
+            context.replica.pace.has_batch()
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")

@@ -26,6 +26,7 @@ from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.pipeline.pipeline_stage import Loss, PipelineStage, laid_out, of_parameters, schedule_of
+from polytempo.training.step.pace_store import watch_pace
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld
 
@@ -54,8 +55,10 @@ class Pipeline:
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        options: dict[str, Any] = {"seed": seed, "max_norm": max_norm, "series": next_series(world)}
+        series = next_series(world)
+        options: dict[str, Any] = {"seed": seed, "max_norm": max_norm, "series": series}
         self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, **options)
+        self._stage.replica.pace = watch_pace(world, strategy, series, self._stage.number)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
 
@@ -117,6 +120,11 @@ class Pipeline:
     def delay(self) -> int:
         """Updates of this stage between a batch's forward pass and the update by its gradient."""
         return self._stage.facts.delay
+
+    @property
+    def diagnoses(self) -> list[dict[str, Any]]:
+        """Slow stages that were found so far, on rank 0; see docs/diagnosis.md."""
+        return [] if self._stage.replica.pace is None else list(self._stage.replica.pace.told)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, by its own names, on every rank. All ranks call it."""

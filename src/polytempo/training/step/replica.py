@@ -39,6 +39,7 @@ from polytempo.training.step.buffers import BUFFER_CHANNEL, AppliedTransform, Bu
 from polytempo.training.step.guard import Guard
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.pace_watch import PaceWatch
 from polytempo.training.step.parameter_exchange import Commit, ParameterExchange
 
 _UNUSED_CHANNEL = 1020
@@ -99,6 +100,7 @@ class Replica:
         """The transform of the last exchange, which counts if the optimizer steps on it."""
         self.drift: ExchangeListener | None = None
         self.noise: NoiseWatch | None = None
+        self.pace: PaceWatch | None = None
         self.hooks: list[RemovableHandle] = []
         self._stateless: set[int] = set()
         if self.exchanges_parameters and strategy.carries_optimizer:
@@ -248,6 +250,8 @@ class Replica:
         await self.buffers.meet(data, applied, self.member)
         if self.noise is not None:
             self.noise.after_step(self.step, met=applied is not None)
+        if self.pace is not None:
+            self.pace.after_step(self.step)
 
     def measure(self, noise: NoiseWatch) -> None:
         """Let `noise` see the gradients of each step before they are reduced."""

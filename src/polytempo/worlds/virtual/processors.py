@@ -42,6 +42,8 @@ class Processors:
         self._world, self._cluster, self._hosts = world, cluster, hosts
         self._first_server = len(hosts) - cluster.servers
         self._pace = Pace(cluster.stragglers, hosts, seed)
+        self.computed_s = [0.0] * len(hosts)
+        """Seconds that each rank has computed so far."""
         self._free_s = [0.0] * len(hosts)
         """The end of the computations of each rank with a processor of its own."""
         cores = cluster.cores
@@ -75,6 +77,7 @@ class Processors:
             flight.started_s = start_s
 
         def over() -> None:
+            self.computed_s[rank] += world.now_s - flight.started_s
             world.end(flight, op.name, 0, value, error=error)
             if after is not None:
                 after()

@@ -130,6 +130,10 @@ class VirtualWorld:
         if self._whole_sums is not None:
             self._issuing[WholeSum] = self._whole_sums.join
 
+    def computed_s(self, rank: int) -> float:
+        """Seconds that `rank` has computed so far."""
+        return self._processors.computed_s[rank]
+
     # ------------------------------------------------------------------ running
 
     def port(self, rank: int) -> Port:
