@@ -31,6 +31,15 @@ class PaceSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """The finding on its host for that request: "" is nothing; None: it has none yet."""
 
 
+class RankTimes(NamedTuple):
+    """One rank's totals of a run."""
+
+    seconds: float
+    busy_s: float
+    waited_s: float
+    read_s: float
+
+
 class PaceWindow(NamedTuple):
     """The ranks between two of their snapshots."""
 

@@ -82,6 +82,13 @@ class Result:
     """The run that this run started from (`start_from`): the name of its folder (`run`), the `step` and
     `strategy` that saved it, and a hash of its tensors (`sha256`). Else None."""
 
+    bound: dict[str, Any] | None = None
+    """The part of a step that bounds the run (see `diagnosis.bound`): its `kind` and `share` of a step, the first
+    `change` to try with its `gain` at best, all in one sentence (`text`), and the seconds of a step (`values`).
+    None for an elastic run, and where nothing was measured."""
+    diagnoses: list[dict[str, Any]] | None = None
+    """Ranks, or workers, that were found slow: `who`, `rank`, `text`, `values`. None where ranks were not compared."""
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""
         plain = asdict(self)

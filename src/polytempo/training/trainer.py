@@ -19,6 +19,7 @@ from polytempo.core.system.files import run_folder
 from polytempo.core.system.folder_lock import FolderTaken, Owner, held
 from polytempo.core.system.notice import noticed
 from polytempo.data.usage import in_order
+from polytempo.diagnosis.pace import RankTimes
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
@@ -44,6 +45,7 @@ from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.run_bound import bound_of
 from polytempo.training.job.start import replica_of, start_facts
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
@@ -60,6 +62,7 @@ from polytempo.training.step.pace_store import watch_pace
 from polytempo.training.step.replica import Replica
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
+from polytempo.worlds.trace import COMMUNICATION
 
 _TOKEN_BYTES = 8
 _MUST_AGREE = (
@@ -191,6 +194,8 @@ class Trainer:
             "bytes": world.trace.bytes_sent[world.rank] - context.observer.off_bytes,
             "share": communication_share,
             "stage": context.holding.stage_report(),
+            "messages": sum(n for (_, op), n in world.trace.messages.items() if op in COMMUNICATION),
+            "times": None if context.replica.pace is None else list(context.replica.pace.times),
         }
         ranks = world.drive(gather_json(world.port, mine))
         trace_hash = combined_hash(rank["hash"] for rank in ranks)
@@ -204,6 +209,14 @@ class Trainer:
             trace_hash=trace_hash,
             stages=[rank["stage"] for rank in ranks if rank["stage"] is not None],
         )
+        found = bound_of(
+            *(context, summary, [RankTimes(*rank["times"]) for rank in ranks if rank["times"] is not None]),
+            messages=sum(rank["messages"] for rank in ranks) / world.size,
+            sent_bytes=sum(rank["bytes"] for rank in ranks) / world.size,
+            hosts=len(set(world.port.hosts)),
+        )
+        slow = None if context.replica.pace is None else context.replica.pace.told
+        result = replace(result, bound=found, diagnoses=slow)
         if out is not None:
             result = replace(result, checkpoint=str(out / "checkpoint"))
             if world.rank == 0:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.spec.text.plain_text import plain_text
 
 _RESULT_ROWS = (
@@ -70,6 +71,8 @@ def show_result(result: Mapping[str, object]) -> None:
         after = next((i for i, (label, _) in enumerate(rows) if label == "communication"), len(rows))
         rows[after:after] = [(str(name), figure("metric", value)) for name, value in measured.items()]
     show_table(("", ""), rows, header=False)
+    for said in diagnoses(result):
+        print(plain_text(said))
 
 
 def show_results(results: Sequence[Mapping[str, object]]) -> None:

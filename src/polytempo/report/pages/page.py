@@ -9,6 +9,7 @@ from polytempo.core.system.files import replace
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages import layer_parts as parts
 from polytempo.report.pages import noise, served, stages
+from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.pages.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.pages.headline import headline, remarks
 from polytempo.report.pages.summary import TIMES, baseline_sentences
@@ -48,7 +49,16 @@ def page(runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) ->
 
 def _findings(runs: Sequence[RunRecord], notes: Sequence[str]) -> str:
     found = f'<p class="headline">{escape(headline(runs))}</p>' if headline(runs) else ""
-    return found + "".join(f'<p class="remark">{escape(remark)}</p>' for remark in (*remarks(runs), *notes))
+    return found + "".join(
+        f'<p class="remark">{escape(remark)}</p>' for remark in (*remarks(runs), *_diagnoses(runs), *notes)
+    )
+
+
+def _diagnoses(runs: Sequence[RunRecord]) -> list[str]:
+    """Slow ranks and the bound, each with the run's name if there are several."""
+    alone = len(runs) == 1
+    pairs = zip(runs, short_labels(runs), strict=True)
+    return [said if alone else f"{name}: {said}" for run, name in pairs for said in diagnoses(run.result)]
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
+from polytempo.diagnosis.bound import NETWORK, StepFacts, UsedLink, bound
 from polytempo.diagnosis.server_pace import ServedPaces
 from polytempo.runs.served.run_snapshot import RunSnapshot
 from polytempo.runs.served.served_program import ServedProgram
@@ -44,6 +45,9 @@ class ServedTotals(NamedTuple):
     trace_hash: str
     stages: Sequence[dict[str, Any]] = ()
     """The reports of a replica's stages; see `Result.stages`."""
+    link: UsedLink = NETWORK
+    server_busy: float | None = None
+    """Part of its time that the busiest server's processor computes; None: not measured."""
     server_facts: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
     """Further facts for `Result.server`."""
 
@@ -67,6 +71,7 @@ class Tally:
         """The highest step of any row, and the seconds of the run before it was resumed."""
         replicas = self._spec.workers // self._spec.strategy.stages  # one row for all stages of a replica
         self._paces = ServedPaces(replicas, self._batches.size, least_lost_s)
+        self._found: list[dict[str, Any]] = []
         self._resumed_at = None if before is None else before.step
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
@@ -90,6 +95,7 @@ class Tally:
             self._trained = row
         self._record(row)
         for found in self._paces.take(row) if row["kind"] == "train" else ():
+            self._found.append(found)
             self._record(found)
 
     def result(self, totals: ServedTotals) -> Result:
@@ -133,7 +139,36 @@ class Tally:
             stages=list(totals.stages) or None,
             precision=self._precision,
             started_from=start_facts(self._spec.options),
+            bound=self._bound(totals, trained),
+            diagnoses=self._found,
         )
+
+    def _bound(self, totals: ServedTotals, trained: Sequence[Attendance]) -> dict[str, Any] | None:
+        """`Result.bound`, by the workers' mean batch."""
+        batches = sum(each.steps for each in trained)
+        if not batches:
+            return None
+        lived_s = sum(each.end_s - each.begin_s for each in trained) / batches
+        idle_s = min(lived_s, sum(each.idle_s for each in trained) / batches)
+        noise = None if self._trained is None else self._trained.get("noise_scale")
+        found = bound(
+            StepFacts(
+                str(self._spec.strategy),
+                len(trained),
+                compute_s=max(0.0, lived_s - idle_s),
+                wait_s=idle_s,
+                least_wait_s=idle_s,
+                sent_bytes=totals.worker_bytes / batches,
+                messages=2.0 * self._service.shards,
+                link=totals.link,
+                batch_size=self._spec.batch_size,
+                noise_scale=noise,
+                serves=True,
+                server_busy=totals.server_busy,
+                virtual=totals.world == "virtual",
+            )
+        )
+        return None if found is None else found.as_json()
 
 
 def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:

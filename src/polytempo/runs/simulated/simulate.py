@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple, Unpack
@@ -32,6 +33,7 @@ from polytempo.runs.frame.run_page import simulated, virtual_rows
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
+from polytempo.runs.simulated.virtual_paces import bound_of_outcome, watch_paces
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result
@@ -55,7 +57,6 @@ from polytempo.training.precision.masters import masters_of
 from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.noise_post import VirtualNoiseBoard
 from polytempo.training.step.noise_watch import NoiseWatch
-from polytempo.training.step.pace_watch import MemoryBoard, PaceWatch
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, cost_without_values, meta_model, step_cost
 from polytempo.training.trainer import result_of
@@ -188,7 +189,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         for rank, port in ports.items()
     }
     _measure(spec, contexts.values(), ports.values())
-    _watch_paces(contexts, world)
+    watch_paces(contexts, world)
     if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in contexts.values()])
 
@@ -204,7 +205,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     assert summary is not None
     reports = [context.holding.stage_report() for context in contexts.values()]
     stages = [report for report in reports if report is not None]
-    return _finish(contexts[0], summary, outcome, options.out, stages)
+    return _finish(cluster, contexts[0], summary, outcome, options.out, stages)
 
 
 def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable[Port]) -> None:
@@ -217,37 +218,6 @@ def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable
         board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
         replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
         context.growth = norm_growth(spec, replica, context.shard)
-
-
-def _watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) -> None:
-    """Let rank 0 compare the ranks that act, by their virtual seconds. Ranks that another one stands for are alike."""
-    board = MemoryBoard(len(contexts))
-    for rank, context in contexts.items():
-        if context.spec.strategy.slices is None:
-            stage = context.holding.stage_report()
-            who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
-            context.replica.pace = PaceWatch(board, VirtualClock(world, rank), rank, len(contexts), who=who)
-    if contexts[0].replica.pace is not None:
-        contexts[0].replica.pace.tell = lambda row: contexts[0].record(row)
-
-
-class VirtualClock:
-    """The times of a virtual rank."""
-
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
-        self._world, self._rank = world, rank
-
-    def now_s(self) -> float:
-        """See `PaceClock`."""
-        return self._world.now_s
-
-    def busy_s(self) -> float:
-        """See `PaceClock`."""
-        return self._world.computed_s(self._rank)
-
-    def waited_s(self) -> float:
-        """See `PaceClock`."""
-        return self.now_s() - self.busy_s()
 
 
 def _context(
@@ -321,11 +291,12 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     data = data_of(job, options.data)
     if spec.strategy.schedule is not None:
         outcome, stages = priced_stages(spec, cluster, data, steps)
-        return _only_time(spec, data, Whole(stages[0].replica), outcome, steps, [stage.report() for stage in stages])
+        reports = [stage.report() for stage in stages]
+        return _only_time(spec, cluster, data, Whole(stages[0].replica), outcome, steps, reports)
     cost = cost_without_values(spec, data, cluster)
     if spec.strategy.parted is not None:
         found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
-        return _only_time(spec, data, HeldParts(parts), found, steps)
+        return _only_time(spec, cluster, data, HeldParts(parts), found, steps)
     global_batch = options.global_batch_size or workers * spec.batch_size
     model = meta_model(job)
     optimizer = optimizer_of(job, model, spec.lr)
@@ -343,11 +314,12 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
 
     priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
     replica = Replica(model, optimizer, spec.strategy, workers, masters=masters)
-    return _only_time(spec, data, Whole(replica), priced, steps)
+    return _only_time(spec, cluster, data, Whole(replica), priced, steps)
 
 
 def _only_time(
     spec: RunSpec,
+    cluster: Cluster,
     data: Data,
     holding: Holding,
     outcome: Outcome[Any],
@@ -371,7 +343,7 @@ def _only_time(
         parameters={},
         buffers={},
     )
-    return _finish(context, summary, outcome, spec.options.out, stages)
+    return _finish(cluster, context, summary, outcome, spec.options.out, stages)
 
 
 def _part(spec: RunSpec, rank: int) -> float:
@@ -386,6 +358,7 @@ def _equal_parts(spec: RunSpec) -> bool:
 
 
 def _finish(
+    cluster: Cluster,
     context: TrainingContext,
     summary: TrainingSummary,
     outcome: Outcome[Any],
@@ -404,6 +377,9 @@ def _finish(
         trace_hash=trace.hash,
         stages=stages,
     )
+    told = context.replica.pace
+    bound = bound_of_outcome(cluster, context, summary, outcome)
+    result = replace(result, bound=bound, diagnoses=None if told is None else told.told)
     return simulated(result, trace, out)
 
 

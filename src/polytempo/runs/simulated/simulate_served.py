@@ -21,6 +21,7 @@ from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Program
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.port import world_port
+from polytempo.diagnosis.bound import UsedLink
 from polytempo.engines.processes.capacity import check_simulated
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.run_page import simulated, virtual_rows
@@ -194,6 +195,16 @@ class ServedSimulation:
             write(folder, 1, number, state, tensors)
         self.program.leave_model(folder)
 
+    def _link(self) -> UsedLink:
+        """The link between workers and servers."""
+        cluster = self.world.cluster
+        link = cluster.network if len(set(self.world.hosts)) > 1 else cluster.memory
+        return UsedLink(link.latency_s, link.bytes_per_s, assumed=False)
+
+    def _server_busy(self, seconds: float) -> float | None:
+        servers = range(self.spec.workers, self.topology.coordinator)
+        return max((self.world.computed_s(rank) / seconds for rank in servers), default=0.0) if seconds else None
+
     def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
         workers, trace = self.spec.workers, outcome.trace
         computing_s = sum(s for (rank, op), s in trace.seconds.items() if op == "compute" and rank < workers)
@@ -208,6 +219,8 @@ class ServedSimulation:
             threads=torch.get_num_threads(),
             parameters_sha256=None if self.meta else self.contexts[attendances[0].worker].sha256(),
             trace_hash=trace.hash,
+            link=self._link(),
+            server_busy=self._server_busy(outcome.seconds),
             stages=[stage.report() for w in self.topology.replica_of(0) if (stage := self.contexts[w].stage)],
         )
         return self.tally.result(totals)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from polytempo.diagnosis.host_sample import HostSample, cause_between
-from polytempo.diagnosis.pace import PaceSnapshot, window_between
+from polytempo.diagnosis.pace import PaceSnapshot, RankTimes, window_between
 from polytempo.diagnosis.sentence import slow_row
 from polytempo.diagnosis.slow_rank import SlowRank, SlowRankJudge
 
@@ -57,15 +57,6 @@ class PaceBoard(Protocol):
 
     def asked(self, rank: int) -> tuple[int, float] | None:
         """The number of requests to this rank and how much slower it is; None: it was not asked."""
-
-
-class RankTimes(NamedTuple):
-    """One rank's totals, for the diagnosis at the end of a run."""
-
-    seconds: float
-    busy_s: float
-    waited_s: float
-    read_s: float
 
 
 class PaceWatch:
