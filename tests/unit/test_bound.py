@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polytempo.diagnosis.bound import MEMORY, NETWORK, StepFacts, UsedLink, bound, facts_of
+from polytempo.diagnosis.bound import MEMORY, NETWORK, StepParts, UsedLink, bound, facts_of
 from polytempo.diagnosis.pace import RankTimes
 
 SLOW_NETWORK, WIDE = UsedLink(500e-6, 12.5e6, False), UsedLink(200e-6, 12.5e9, False)
@@ -24,9 +24,9 @@ class Case(NamedTuple):
     more: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
 
     @property
-    def facts(self) -> StepFacts:
+    def facts(self) -> StepParts:
         compute_s, read_s, wait_s, least_s = (each / 1000 for each in self.ms)
-        return StepFacts(
+        return StepParts(
             *(self.strategy, self.workers, compute_s, read_s, wait_s, least_s, self.sent_bytes, self.messages),
             **self.more,
         )
@@ -80,7 +80,7 @@ def test_28_of_30_constructed_runs_are_named() -> None:
 
 
 def test_a_pipeline_waits_in_its_bubble() -> None:
-    answer = bound(StepFacts("gpipe(stages=4)", 4, 0.1, 0.0, 0.08, 0.07, 1e6, 16, stages=4))
+    answer = bound(StepParts("gpipe(stages=4)", 4, 0.1, 0.0, 0.08, 0.07, 1e6, 16, stages=4))
     assert answer is not None
     assert (answer.kind, answer.change) == ("bubble", "twice as many micro-batches")
 
@@ -140,17 +140,17 @@ def test_every_change_is_predicted_from_the_measured_parts(case: Case) -> None:
 
 def test_facts_are_means_and_least_over_ranks() -> None:
     ranks = [RankTimes(10.0, 6.0, 4.0, 1.0), RankTimes(10.0, 8.0, 2.0, 3.0)]
-    assert facts_of(ranks, 10, "sync_sgd()", workers=2) == StepFacts("sync_sgd()", 2, 0.5, 0.2, 0.3, 0.2)
+    assert facts_of(ranks, 10, "sync_sgd()", workers=2) == StepParts("sync_sgd()", 2, 0.5, 0.2, 0.3, 0.2)
     trained = facts_of(ranks, 10, "sync_sgd()", trained_s=8.0, workers=2)
     assert trained is not None
     assert trained.compute_s == pytest.approx(0.3)
     assert facts_of([], 10, "sync_sgd()", workers=2) is None
     assert facts_of(ranks, 0, "sync_sgd()", workers=2) is None
-    assert bound(StepFacts("sync_sgd()", 2, 0.0)) is None
+    assert bound(StepParts("sync_sgd()", 2, 0.0)) is None
 
 
 def test_assumed_links_are_said_to_be_assumed() -> None:
-    run = StepFacts("sync_sgd()", 8, 0.1, 0.0, 0.2, 0.19, 400e6, 8, NETWORK)
+    run = StepParts("sync_sgd()", 8, 0.1, 0.0, 0.2, 0.19, 400e6, 8, NETWORK)
     for link in (NETWORK, WIDE):
         answer = bound(run._replace(link=link))
         assert answer is not None

@@ -39,7 +39,7 @@ MEMORY, NETWORK = UsedLink(1e-6, 10e9), UsedLink(50e-6, 1.25e9)
 """One host, and hosts with 10 Gbit/s between them, where nothing is known."""
 
 
-class StepFacts(NamedTuple):
+class StepParts(NamedTuple):
     """The facts of a run. Seconds are of a step."""
 
     strategy: str
@@ -104,7 +104,7 @@ class _Change(NamedTuple):
     """True if the model may learn otherwise."""
 
 
-def bound(facts: StepFacts) -> Bound | None:
+def bound(facts: StepParts) -> Bound | None:
     """The bound of a run; None for a run without time."""
     if facts.step_s <= 0:
         return None
@@ -127,8 +127,8 @@ def bound(facts: StepFacts) -> Bound | None:
 
 def facts_of(
     ranks: Sequence[RankTimes], steps: int, strategy: str, *, trained_s: float | None = None, **more: Any
-) -> StepFacts | None:
-    """The facts from the ranks' totals over `steps` steps; None without a step. `more`: other fields of `StepFacts`.
+) -> StepParts | None:
+    """The facts from the ranks' totals over `steps` steps; None without a step. `more`: other fields of `StepParts`.
 
     `trained_s`: the time of training, if the totals hold other time too; computing is the rest of it.
     """
@@ -138,7 +138,7 @@ def facts_of(
     read_s = sum(each.read_s for each in ranks) / count
     wait_s = sum(each.waited_s for each in ranks) / count
     all_s = sum(each.seconds for each in ranks) / count if trained_s is None else trained_s
-    return StepFacts(
+    return StepParts(
         strategy,
         compute_s=max(0.0, all_s - read_s - wait_s) / steps,
         read_s=read_s / steps,
@@ -151,7 +151,7 @@ def facts_of(
 # ------------------------------------------------------------------------------------------------------------ rules
 
 
-def _kind(facts: StepFacts) -> tuple[str, float]:
+def _kind(facts: StepParts) -> tuple[str, float]:
     """The rule that applies, and the part of a step."""
     waits = facts.wait_s if facts.serves else facts.least_wait_s
     parts = {"data": facts.read_s, "exchange": waits, "stragglers": facts.wait_s - waits}
@@ -163,7 +163,7 @@ def _kind(facts: StepFacts) -> tuple[str, float]:
     return longest if longest != "exchange" else _of_exchange(facts), share
 
 
-def _of_exchange(facts: StepFacts) -> str:
+def _of_exchange(facts: StepParts) -> str:
     by_latency, by_bytes = _predicted(facts)
     if facts.stages > 1:
         return "bubble"
@@ -176,14 +176,14 @@ def _of_exchange(facts: StepFacts) -> str:
     return "latency" if by_latency > by_bytes else "bytes"
 
 
-def _small(facts: StepFacts) -> bool:
+def _small(facts: StepParts) -> bool:
     """True if a larger batch would cost hardly more samples."""
     if facts.noise_scale is not None:
         return facts.noise_scale >= 2 * facts.batch_size * facts.workers
     return facts.batch_size < SMALL_BATCH
 
 
-def _predicted(facts: StepFacts) -> tuple[float, float]:
+def _predicted(facts: StepParts) -> tuple[float, float]:
     """Seconds of a step's latencies and of its bytes on the link."""
     return facts.messages * facts.link.latency_s, facts.sent_bytes / facts.link.bytes_per_s
 
@@ -191,16 +191,16 @@ def _predicted(facts: StepFacts) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------- changes
 
 
-def _background(facts: StepFacts) -> _Change:
+def _background(facts: StepParts) -> _Change:
     rest_s = facts.step_s - facts.read_s
     return _Change("getting batches in the background (num_workers of a DataLoader)", max(rest_s, facts.read_s))
 
 
-def _more_workers(facts: StepFacts) -> _Change:
+def _more_workers(facts: StepParts) -> _Change:
     return _Change(f"{2 * facts.workers} workers on as many processors again", facts.step_s, 2.0)
 
 
-def _fewer_bytes(facts: StepFacts) -> _Change:
+def _fewer_bytes(facts: StepParts) -> _Change:
     if any(name in facts.strategy for name in (*_CODED, *_RARE)):
         return _rarer(facts)
     by_latency, by_bytes = _predicted(facts)
@@ -208,7 +208,7 @@ def _fewer_bytes(facts: StepFacts) -> _Change:
     return _Change("bf16_sgd()", facts.step_s - saved_s, asks_loss=True)
 
 
-def _rarer(facts: StepFacts) -> _Change:
+def _rarer(facts: StepParts) -> _Change:
     again = any(facts.strategy.startswith(name) for name in _RARE)
     text = f"a period {_PERIOD} times as long" if again else f"local_sgd(period={_PERIOD})"
     if facts.serves:
@@ -217,7 +217,7 @@ def _rarer(facts: StepFacts) -> _Change:
     return _Change(text, facts.step_s - waits * (1 - 1 / _PERIOD), asks_loss=True)
 
 
-def _without_slow(facts: StepFacts) -> _Change:
+def _without_slow(facts: StepParts) -> _Change:
     step_s = facts.step_s - (facts.wait_s - facts.least_wait_s)
     if facts.slow and facts.workers > 2:
         return _Change(f"a run without {facts.slow}", step_s, 1 - 1 / facts.workers)
@@ -228,16 +228,16 @@ def _without_slow(facts: StepFacts) -> _Change:
     return _Change(f"local_sgd(period={_PERIOD})", step_s + rest_s - facts.least_wait_s * (1 - 1 / _PERIOD), 1.0, True)
 
 
-def _more_shards(facts: StepFacts) -> _Change:
+def _more_shards(facts: StepParts) -> _Change:
     return _Change("twice as many shards", facts.step_s - facts.wait_s / 2)
 
 
-def _larger_batch(facts: StepFacts) -> _Change:
+def _larger_batch(facts: StepParts) -> _Change:
     own_s = 0.0 if facts.compute_s < SHORT_STEP_S and not facts.virtual else facts.compute_s
     return _Change(f"batches of {2 * facts.batch_size} samples", facts.step_s + own_s + facts.read_s, 2.0, True)
 
 
-def _more_micro_batches(facts: StepFacts) -> _Change:
+def _more_micro_batches(facts: StepParts) -> _Change:
     return _Change("twice as many micro-batches", facts.step_s - facts.least_wait_s / 2)
 
 
@@ -263,7 +263,7 @@ _WORDS = {
 }
 
 
-def _spent(kind: str, facts: StepFacts) -> str:
+def _spent(kind: str, facts: StepParts) -> str:
     """The rest of "40 % of a step of 120 ms …"."""
     number = max(1, round(facts.messages))
     sent = f"{_size(facts.sent_bytes)} a rank in {number} operation{'s' * (number > 1)}"

@@ -11,7 +11,7 @@ from polytempo.core.system import files
 from polytempo.replay.message_order import Life
 from polytempo.report.runs import load_result
 from polytempo.report.status.metrics import read_metrics
-from polytempo.runs.served.recording import FORMAT, VERSION, StepFacts
+from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, history, read_record
 from polytempo.training.job.start import START
@@ -23,7 +23,7 @@ _MOST = 100_000
 class Recorded(NamedTuple):
     """The records of one start of a run."""
 
-    facts: StepFacts
+    facts: RunFacts
     coordinator: list[Entry]
     shards: list[list[Entry]]
     begins: list[int]
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
         return list(dict.fromkeys((e.worker, e.incarnation) for e in self.coordinator if isinstance(e, Asking)))
 
 
-def read_facts(run: Path) -> tuple[Path, StepFacts]:
+def read_facts(run: Path) -> tuple[Path, RunFacts]:
     """The folder of the newest record in `run`, and its facts. ValueError if there is no record."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run")
@@ -53,7 +53,7 @@ def read_facts(run: Path) -> tuple[Path, StepFacts]:
         raise ValueError(f"{run} has no record of messages; {_why_not(run)}")
     path = folders[-1] / "run.json"
     try:
-        facts = msgspec.json.decode(files.read(path, _MAX_FACTS_BYTES), type=StepFacts)
+        facts = msgspec.json.decode(files.read(path, _MAX_FACTS_BYTES), type=RunFacts)
     except (OSError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path} is damaged ({error}); replay another run") from error
     if (facts.format, facts.version) != (FORMAT, VERSION):

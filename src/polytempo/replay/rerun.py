@@ -24,7 +24,7 @@ from polytempo.core.op import Take
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
 from polytempo.runs.frame.run_frame import torch_threads
-from polytempo.runs.served.recording import StepFacts
+from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
@@ -163,7 +163,7 @@ class Rerun:
             self.finals[written(life)] = context.sha256()
 
 
-def options_of(facts: StepFacts, data: Path | None) -> RunOptions:
+def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
     """The relevant options of the run; `data` may be at another place now."""
     given = dict(facts.options)
     bits = precision_of(given.get("precision"))

@@ -38,7 +38,7 @@ FORMAT = "polytempo-run"
 VERSION = 1
 
 
-class StepFacts(msgspec.Struct, frozen=True):
+class RunFacts(msgspec.Struct, frozen=True):
     """The facts that a repetition must, or should, have in common with the run."""
 
     format: str
@@ -62,7 +62,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     """The snapshot that it went on from."""
 
 
-def facts_now(spec: RunSpec, *, native: bool, threads: int) -> StepFacts:
+def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     """The facts of a run that is about to begin on this machine."""
     job, strategy, options = spec.job, spec.strategy, spec.options
     kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan", "ema")
@@ -70,7 +70,7 @@ def facts_now(spec: RunSpec, *, native: bool, threads: int) -> StepFacts:
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
     taken |= {} if options.start_from is None else {"start_from": options.start_from}
     taken |= {} if options.precision is None else {"precision": str(options.precision)}
-    return StepFacts(
+    return RunFacts(
         format=FORMAT,
         version=VERSION,
         job=job.name,
@@ -106,7 +106,7 @@ def sha256_of(origin: str | None) -> str | None:
 class Recording:
     """The record of one start of a run. Made in the launcher; each copy of a shard opens a file of its own."""
 
-    def __init__(self, out: Path, facts: StepFacts, last: RunSnapshot | None) -> None:
+    def __init__(self, out: Path, facts: RunFacts, last: RunSnapshot | None) -> None:
         records = out / "record"
         if last is None:
             files.remove(records)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
-from polytempo.diagnosis.bound import NETWORK, StepFacts, UsedLink, bound
+from polytempo.diagnosis.bound import NETWORK, StepParts, UsedLink, bound
 from polytempo.diagnosis.server_pace import ServedPaces
 from polytempo.runs.served.run_snapshot import RunSnapshot
 from polytempo.runs.served.served_program import ServedProgram
@@ -152,7 +152,7 @@ class Tally:
         idle_s = min(lived_s, sum(each.idle_s for each in trained) / batches)
         noise = None if self._trained is None else self._trained.get("noise_scale")
         found = bound(
-            StepFacts(
+            StepParts(
                 str(self._spec.strategy),
                 len(trained),
                 compute_s=max(0.0, lived_s - idle_s),
