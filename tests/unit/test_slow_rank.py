@@ -15,7 +15,7 @@ from polytempo.diagnosis.sentence import slow_sentence
 from polytempo.diagnosis.slow_rank import LONG, SlowRank, SlowRankJudge
 
 STEPS = 3
-"""In a window."""
+"""Steps of a window."""
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
@@ -28,7 +28,7 @@ def windows(busy_s: np.ndarray, read: float = 0.0) -> list[PaceWindow]:
 
 
 def named(busy_s: np.ndarray) -> list[tuple[int, SlowRank]]:
-    """The windows in which ranks are named, counted from 1, with the verdicts."""
+    """The verdicts, each with the number of its window, from 1."""
     judge = SlowRankJudge()
     return [(i, each) for i, window in enumerate(windows(busy_s), 1) for each in judge.take(window)]
 
@@ -99,7 +99,7 @@ def test_quiet_runs_have_at_most_one_false_alarm_in_1000_windows(ranks: int) -> 
 @pytest.mark.parametrize("slow", range(4))
 @pytest.mark.parametrize("noise", ["normal 2 %", "spikes 5 %", "together"])
 def test_a_worker_of_four_that_becomes_30_percent_slower_is_named_within_12_steps(noise: str, slow: int) -> None:
-    """Rank 0 sees a window one snapshot later, and the cause comes with the next one: within 20 steps, it is told."""
+    """Rank 0 sees a window one snapshot later, and the cause comes with the next ones: all that takes 20 steps at most."""
     begin = 25
     busy_s = QUIET[noise](np.random.default_rng(5), 60, 4)
     busy_s[begin:, slow] *= 1.3
