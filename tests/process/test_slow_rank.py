@@ -60,7 +60,7 @@ def made_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("strategy", "steps"), [(s.sync_sgd(), 20), (s.shared_memory(), 20), (s.local_sgd(period=4), 30)], ids=str
 )
 def test_attach_names_the_slow_rank(strategy: Strategy, steps: int, made_clocks: None) -> None:
-    """It becomes slow in step 13. Between meetings ranks leave their snapshots at other times."""
+    """Rank 2 becomes slow in step 13. Between meetings ranks leave their snapshots at other times."""
 
     def trained(world: ProcessWorld) -> Any:
         model = small()

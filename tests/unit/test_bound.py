@@ -18,7 +18,7 @@ class Case(NamedTuple):
     strategy: str
     workers: int
     ms: tuple[float, float, float, float]
-    """Of a step: computing, getting batches, waiting, the least wait of a rank."""
+    """Parts of a step: computing, getting batches, waiting, the least wait of a rank."""
     sent_bytes: float = 0
     messages: float = 0
     more: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)

@@ -99,7 +99,7 @@ def test_quiet_runs_have_at_most_one_false_alarm_in_1000_windows(ranks: int) -> 
 @pytest.mark.parametrize("slow", range(4))
 @pytest.mark.parametrize("noise", ["normal 2 %", "spikes 5 %", "together"])
 def test_a_worker_of_four_that_becomes_30_percent_slower_is_named_within_12_steps(noise: str, slow: int) -> None:
-    """Rank 0 sees a window one snapshot later, and the cause comes with the next ones: all that takes 20 steps at most."""
+    """Rank 0 sees a window one snapshot later, and the cause one or two later: 20 steps at most."""
     begin = 25
     busy_s = QUIET[noise](np.random.default_rng(5), 60, 4)
     busy_s[begin:, slow] *= 1.3
