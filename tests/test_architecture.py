@@ -134,6 +134,7 @@ IMPORTED_LATE = {
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_threads"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_batch"): TORCH,
     ("cli/main.py", "polytempo.cli.look.report"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.runs"): TORCH,
     ("cli/main.py", "polytempo.cli.run.compress"): TORCH,
     ("cli/main.py", "polytempo.cli.run.trained"): TORCH,
     ("training/observe/trained_model.py", "onnx"): "an extra: only export to ONNX needs it",

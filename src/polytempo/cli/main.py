@@ -17,6 +17,7 @@ from polytempo.cli.look.look_options import (
     LookOptions,
     ReplayOptions,
     ReportOptions,
+    RunsOptions,
     SharpnessOptions,
     StrategiesOptions,
     TopOptions,
@@ -40,7 +41,7 @@ from polytempo.engines.processes.fork import collected_children, reserve_standar
 
 STORY = {
     "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
-    "Look": ("ui", "top", "report", "strategies", "explain", "look", "sharpness", "replay"),
+    "Look": ("ui", "top", "runs", "report", "strategies", "explain", "look", "sharpness", "replay"),
     "Use a trained model": ("evaluate", "predict", "export", "compress"),
     "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
@@ -189,6 +190,15 @@ def ui(asked: UiOptions) -> None:
     Prints a link, which ends in a token. Ctrl-C ends the page; runs go on. Needs the extra `ui`.
     """
     from polytempo.cli.look.ui import ui as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(RunsOptions)
+def runs(asked: RunsOptions) -> None:
+    """List the runs below a folder: job, strategy, state, scores."""
+    from polytempo.cli.look.runs import runs as command  # imports torch, which takes seconds
 
     command(asked)
 

@@ -113,6 +113,18 @@ class UiOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunsOptions:
+    """Options of `polytempo runs`."""
+
+    runs: Annotated[str, Option(ARGUMENT, "RUNS", read=values.runs_folder)] = "runs"
+    """The folder of runs, or of one run; a URL too. Default: runs."""
+    sort: Annotated[str | None, Option(OPTIONS, "FIELD")] = None
+    """Sort by a field of --json, such as accuracy, loss or seconds, largest first. Default: running ones, then the
+    newest."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     """Options of `polytempo doctor`."""
 
