@@ -95,6 +95,7 @@ class TrackerFeed:
     def _feed(self, tracker: Tracker) -> None:
         folder = place(self._run.folder)
         bookmark = Bookmark.of(folder, self.name, fresh=not self._run.resumed)
+        bookmark.write()  # the identity, before the library knows it
         with _Called(self):
             tracker.start(msgspec.structs.replace(self._run, identity=bookmark.identity))
         stream: RunStream | None = None

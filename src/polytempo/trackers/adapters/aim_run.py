@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from aim import Image, Run, Text
+from aim import Image, Repo, Run, Text
+from aim.sdk.types import QueryReportMode
 
 from polytempo.report.status.records import LoggedImage, LoggedText, RunFinished, StreamRecord
 from polytempo.trackers.tracker import TrackedRun
@@ -19,10 +20,10 @@ class AimRun:
         self._repo, self._experiment, self._step = repo, experiment, 0
 
     def start(self, facts: TrackedRun) -> None:
-        """Begin the run, or go on with the run of this hash."""
+        """Begin the run, or go on with the run of this identity; Aim names runs itself."""
         self._folder = Path(facts.folder)
         self._run = Run(
-            run_hash=facts.identity,
+            run_hash=self._hash_of(facts.identity) if facts.resumed else None,
             repo=self._repo,
             experiment=self._experiment,
             force_resume=True,
@@ -30,7 +31,13 @@ class AimRun:
             capture_terminal_logs=False,
         )
         self._run.name = facts.name
+        self._run["polytempo"] = facts.identity
         self._run["hparams"] = facts.settings
+
+    def _hash_of(self, identity: str) -> str | None:
+        repo = Repo.from_path(self._repo) if self._repo else Repo.default_repo()
+        found = repo.query_runs(f"run.polytempo == {identity!r}", report_mode=QueryReportMode.DISABLED)
+        return next((str(each.run.hash) for each in found.iter_runs()), None)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """The numbers of a step."""

@@ -1,0 +1,215 @@
+"""Trackers with large libraries: what a run has logged, read back by the library's own reader.
+
+Each run is digits with two workers, resumed once: the tracked run is one run, and has the rows of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import image as pictures
+
+import polytempo as pt
+from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.records import (
+    LoggedImage,
+    LoggedText,
+    ProcessEvent,
+    RunFinished,
+    TestRow,
+    TrainRow,
+    record_of,
+)
+from polytempo.trackers import TrackedRun, scalars, table, tracked
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # libraries' own
+Points = dict[str, dict[int, float]]
+"""Values by name and step."""
+NAMES = ("train/loss", "test/accuracy", "test/loss", "train/samples_per_s")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tracked, "FINISH_S", 100.0)
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
+
+
+def resumed_run(out: Path, tracker: object) -> Points:
+    """A run and its second part; the rows of both by name."""
+    for part, epochs in enumerate((1, 2)):
+        pt.run("digits", "local_sgd(period=8)", 2, epochs=epochs, out=out, resume=part > 0, trackers=tracker)
+    found: Points = {}
+    for row in read_metrics(out / "metrics.jsonl"):
+        record = record_of(row)
+        assert isinstance(record, TrainRow | TestRow)
+        for name, value in scalars(record).items():
+            found.setdefault(name, {})[record.step] = value
+    return {name: found[name] for name in NAMES}
+
+
+def handed(tracker: pt.trackers.Tracker, folder: Path) -> None:
+    """Events that a short run does not have: a picture, a text, a fault, a failed end."""
+    pictures.imsave(folder / "square.png", np.linspace(0, 1, 6).reshape(2, 3))
+    facts = TrackedRun(
+        name="first",
+        folder=str(folder),
+        job="digits",
+        strategy="ssp()",
+        world="process",
+        workers=2,
+        settings={"lr": 0.5, "precision": "bf16"},
+        began_s=1.75e9,
+        identity="abcd1234",
+    )
+    tracker.start(facts)
+    tracker.log({"train/loss": 0.5}, 1)
+    tracker.event(LoggedText(name="note", step=1, text="a & b <c>"))
+    tracker.event(LoggedImage(name="square", step=1, path="square.png"))
+    tracker.event(ProcessEvent(who="worker-1", how="was killed", at_s=1.0, then="started again"))
+    tracker.finish(RunFinished(state="failed", why="a reason"))
+
+
+# ------------------------------------------------------------------------------------------------------------- W&B
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Records of all offline files, which W&B's program uploads: its messages, in blocks as LevelDB's log has them."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        content, at, parts = path.read_bytes(), 7, b""  # behind the file's own header
+        while at + 7 <= len(content):
+            if (left := 32768 - at % 32768) < 7:
+                at += left
+                continue
+            size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+            parts += content[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # a whole record, or the last part of one
+                found.append(wandb_internal_pb2.Record.FromString(parts))
+                parts = b""
+    return found
+
+
+def items(entries: Any) -> dict[str, Any]:
+    return {"/".join(entry.nested_key) or entry.key: json.loads(entry.value_json) for entry in entries}
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    expected = resumed_run(out, pt.trackers.wandb(project="p", mode="offline"))
+    records = wandb_records(out)
+    [identity] = {record.run.run_id for record in records if record.HasField("run")}
+    assert identity == json.loads((out / "trackers" / "wandb.json").read_text())["identity"]
+    config = next(items(record.run.config.update) for record in records if record.HasField("run"))
+    assert config["strategy"] == "local_sgd(period=8, route=native)"
+    found: Points = {}
+    for record in records:
+        if record.HasField("history"):
+            line = items(record.history.item)
+            for name in NAMES:
+                if name in line:
+                    found.setdefault(name, {})[line["step"]] = line[name]
+    assert found == expected
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")}
+    assert axes.items() >= {"train/*": "step", "test/*": "step"}.items()
+
+
+def test_wandb_has_texts_pictures_and_the_end(tmp_path: Path) -> None:
+    handed(table.made(pt.trackers.wandb(mode="offline")), tmp_path)
+    records = wandb_records(tmp_path)
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record.HasField("summary"):
+            summary |= items(record.summary.update)
+    assert summary["events"] == "1.0 s: worker-1 was killed; started again"
+    assert (summary["faults"], summary["state"], summary["why"]) == (1, "failed", "a reason")
+    lines = [items(record.history.item) for record in records if record.HasField("history")]
+    kinds = {name: value.get("_type") for line in lines for name, value in line.items() if isinstance(value, Mapping)}
+    assert kinds.items() >= {"note": "html-file", "square": "image-file"}.items() or "note" in str(lines)
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------- MLflow
+
+
+@pytest.mark.parametrize("store", ["sqlite", "file"])
+def test_mlflow(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"sqlite:///{tmp_path}/m.db" if store == "sqlite" else f"file://{tmp_path}/mlruns"
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    expected = resumed_run(out, pt.trackers.mlflow(uri, "e"))
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("e")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "run"
+    assert run.data.params["strategy"] == "local_sgd(period=8, route=native)"
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in NAMES}
+    assert {name: {each.step: each.value for each in several} for name, several in history.items()} == expected
+    assert all(len(several) == len(expected[name]) for name, several in history.items())
+    kept = {each.path for each in client.list_artifacts(run.info.run_id)}
+    assert kept >= {"report.html", "result.json"}
+
+
+def test_mlflow_has_texts_pictures_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/m.db"
+    handed(table.made(pt.trackers.mlflow(uri)), tmp_path)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("polytempo")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["polytempo.events"] == "1.0 s: worker-1 was killed; started again"
+    assert run.data.tags["polytempo.why"] == "a reason"
+    kept = {each.path for folder in ("texts", "images") for each in client.list_artifacts(run.info.run_id, folder)}
+    assert kept == {"texts/note-1.txt", "images/square.png"}
+
+
+# ------------------------------------------------------------------------------------------------- Trackio and Aim
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    expected = resumed_run(tmp_path / "run", pt.trackers.trackio("p"))
+    [run] = trackio.Api().runs("p")
+    assert run.config is not None
+    assert run.config["strategy"] == "local_sgd(period=8, route=native)"
+    lines = SQLiteStorage.get_logs("p", run.name, run_id=run.id)
+    found = {name: {line["step"]: line[name] for line in lines if name in line} for name in NAMES}
+    assert found == expected
+
+
+def test_aim(tmp_path: Path) -> None:
+    from aim import Repo
+    from aim.sdk.types import QueryReportMode
+
+    (tmp_path / "repo").mkdir()
+    expected = resumed_run(tmp_path / "run", pt.trackers.aim(str(tmp_path / "repo")))
+    repo = Repo.from_path(str(tmp_path / "repo"))
+    [run] = [each.run for each in repo.query_runs("", report_mode=QueryReportMode.DISABLED).iter_runs()]
+    assert run["hparams", "strategy"] == "local_sgd(period=8, route=native)"
+    assert run["state"] == "finished"
+    found: Points = {}
+    for metric in run.metrics():
+        if metric.name in NAMES:
+            steps, values = metric.values.sparse_numpy()
+            found[metric.name] = dict(zip(map(int, steps), map(float, values), strict=True))
+    assert found == expected
+    repo.close()
