@@ -179,7 +179,7 @@ def test_mlflow_has_texts_pictures_and_the_end(tmp_path: Path, monkeypatch: pyte
     assert kept == {"texts/note-1.txt", "images/square.png"}
 
 
-# ------------------------------------------------------------------------------------------------- Trackio and Aim
+# --------------------------------------------------------------------------------------------------------- Trackio
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,22 +194,3 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = SQLiteStorage.get_logs("p", run.name, run_id=run.id)
     found = {name: {line["step"]: line[name] for line in lines if name in line} for name in NAMES}
     assert found == expected
-
-
-def test_aim(tmp_path: Path) -> None:
-    from aim import Repo
-    from aim.sdk.types import QueryReportMode
-
-    (tmp_path / "repo").mkdir()
-    expected = resumed_run(tmp_path / "run", pt.trackers.aim(str(tmp_path / "repo")))
-    repo = Repo.from_path(str(tmp_path / "repo"))
-    [run] = [each.run for each in repo.query_runs("", report_mode=QueryReportMode.DISABLED).iter_runs()]
-    assert run["hparams", "strategy"] == "local_sgd(period=8, route=native)"
-    assert run["state"] == "finished"
-    found: Points = {}
-    for metric in run.metrics():
-        if metric.name in NAMES:
-            steps, values = metric.values.sparse_numpy()
-            found[metric.name] = dict(zip(map(int, steps), map(float, values), strict=True))
-    assert found == expected
-    repo.close()

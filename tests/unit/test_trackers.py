@@ -64,7 +64,6 @@ t = pt.trackers
         ("mlflow:http://host:5000/?a=b", t.mlflow("http://host:5000/?a=b")),
         ("mlflow:uri=file:///tmp/m,experiment=e", t.mlflow("file:///tmp/m", "e")),
         ("trackio:project=x", t.trackio("x")),
-        ("aim:aim://host:53800", t.aim("aim://host:53800")),
         ("prometheus:9000", t.prometheus(9000)),
         ("prometheus:port=9464", t.prometheus()),
         ("opentelemetry:http://localhost:4318/v1/traces", t.opentelemetry("http://localhost:4318/v1/traces")),
@@ -81,7 +80,7 @@ def test_text_is_a_call(text: str, call: t.TrackerCall) -> None:
     ("text", "said"),
     [
         ("tensorbord", "did you mean tensorboard"),
-        ("neptune:project=x", "there is no tracker 'neptune'; there are: aim, kubeflow, mlflow"),
+        ("neptune:project=x", "there is no tracker 'neptune'; there are: kubeflow, mlflow"),
         ("wandb:projct=x", "did you mean project"),
         ("wandb:project=a,b", "wandb has no argument 'b'"),
         ("prometheus:abc", "expected an int"),

@@ -68,11 +68,6 @@ def trackio(project: str = "polytempo", space: str | None = None) -> TrackerCall
     return _call(trackio, locals())
 
 
-def aim(repo: str | None = None, experiment: str = "polytempo") -> TrackerCall:
-    """Aim: metrics, hyper-parameters and texts. `repo`: its folder, or aim://host:53800. Default: here."""
-    return _call(aim, locals())
-
-
 def prometheus(port: int = 9464, host: str = "127.0.0.1") -> TrackerCall:
     """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics."""
     return _call(prometheus, locals())
@@ -96,7 +91,7 @@ def kubeflow() -> TrackerCall:
 
 TRACKERS: dict[str, Callable[..., TrackerCall]] = {
     made.__name__: cast("Callable[..., TrackerCall]", made)
-    for made in (tensorboard, wandb, mlflow, trackio, aim, prometheus, opentelemetry, kubeflow)
+    for made in (tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry, kubeflow)
 }
 
 

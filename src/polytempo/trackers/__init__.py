@@ -1,11 +1,10 @@
-"""Trackers of runs: TensorBoard, W&B, MLflow, Trackio, Aim, Prometheus, OpenTelemetry, Kubeflow, or your own.
+"""Trackers of runs: TensorBoard, W&B, MLflow, Trackio, Prometheus, OpenTelemetry, Kubeflow, or your own.
 
 pt.run(job, strategy, out="runs/first", trackers=[pt.trackers.tensorboard(), pt.trackers.wandb(project="digits")])
 """
 
 from polytempo.spec.tracker_call import (
     TrackerCall,
-    aim,
     kubeflow,
     mlflow,
     opentelemetry,
@@ -20,7 +19,6 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "TrackerCall",
-    "aim",
     "kubeflow",
     "mlflow",
     "opentelemetry",
