@@ -21,6 +21,7 @@ import polytempo as pt
 from laws.catalogue import ROWS, Row, label
 from polytempo.runs.frame import run_page as shown
 from polytempo.training.checkpoint.checkpoint_folders import latest
+from silent_tracker import SilentTracker
 from some_cases import some_of
 
 WORKERS = 3
@@ -83,7 +84,7 @@ def job(test: Dataset[Any] | None) -> pt.Job:
 
 
 class Way(NamedTuple):
-    """A way of watching: the test data, the steps between checkpoints, and a folder or none."""
+    """A way of watching: the test data, the steps between checkpoints, and a folder with a tracker, or none."""
 
     test: str
     checkpoint_every: int | None
@@ -139,8 +140,10 @@ def test_no_way_of_watching_changes_a_run(row: Row, tmp_path: Path, monkeypatch:
     unwatched = trained(row, "none")
     for number, way in enumerate(WAYS if label(row) in IN_EVERY_WAY else some_of(PAIRS, WATCHED_ROWS.index(row))):
         out = tmp_path / str(number)
-        options = {"out": out, "checkpoint_every": way.checkpoint_every} if way.keeps else {}
-        assert trained(row, way.test, **options) == unwatched, str(way)
+        tracker = SilentTracker()
+        kept = {"out": out, "checkpoint_every": way.checkpoint_every, "trackers": [tracker]}
+        assert trained(row, way.test, **(kept if way.keeps else {})) == unwatched, str(way)
+        assert (tracker.logs > 0, tracker.ended) == ((True, "finished") if way.keeps else (False, "")), str(way)
         if way.checkpoint_every is not None:
             assert latest(out / "checkpoint") is not None
 

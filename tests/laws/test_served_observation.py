@@ -16,6 +16,7 @@ from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import RunOptions
+from silent_tracker import SilentTracker
 
 WORKERS, STEPS, FEATURES = 3, 14, 3
 CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.5))
@@ -60,11 +61,13 @@ def test_watching_a_run_does_not_change_it(row: Row, tmp_path: Path, monkeypatch
     """The trace's hash is over every op of every rank, and its times."""
     if row is not SERVED[0]:
         monkeypatch.setattr(shown, "write_report", lambda *_, **__: None)  # when all is over; half of a run's time
-    unwatched = run(row, None)
+    unwatched, tracker = run(row, None), SilentTracker()
     watched = {
-        "a test set and a folder": run(row, TESTS["a test set"], out=tmp_path / "run"),
+        "a test set, a folder and a tracker": run(row, TESTS["a test set"], out=tmp_path / "run", trackers=[tracker]),
         "a test set that draws": run(row, TESTS["a test set that draws"]),
     }
+    assert tracker.logs
+    assert tracker.ended == "finished"
     for how, result in watched.items():
         assert result.parameters_sha256 == unwatched.parameters_sha256, how
         assert result.trace_hash == unwatched.trace_hash, how

@@ -41,7 +41,7 @@ IN_STEP = [
 WAYS: list[dict[str, Any]] = [
     {"test": "none"},
     {"test": "plain", "out": "a"},
-    {"test": "drawing", "out": "b", "checkpoint_every": 1},
+    {"test": "drawing", "out": "b", "checkpoint_every": 1, "trackers": "tensorboard"},
     {"test": "none", "out": "c", "checkpoint_every": 3},
     {"test": "drawing"},
 ]

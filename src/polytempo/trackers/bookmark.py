@@ -9,6 +9,7 @@ import msgspec
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import (
+    CheckpointSaved,
     Logged,
     LoggedImage,
     LoggedText,
@@ -61,9 +62,9 @@ class Bookmark:
         """True for a record that the tracker has not been given before; it counts as given now."""
         if isinstance(record, RunStarted | RunFinished):
             return False
-        if isinstance(record, TrainRow | TestRow | Logged | LoggedText | LoggedImage):
+        if isinstance(record, TrainRow | TestRow | CheckpointSaved | Logged | LoggedText | LoggedImage):
             key = f"{record.__struct_config__.tag}/{getattr(record, 'worker', None)}"
-            steps = self._written.steps if isinstance(record, TrainRow | TestRow) else self._before
+            steps = self._written.steps if isinstance(record, TrainRow | TestRow | CheckpointSaved) else self._before
             new = record.step > steps.get(key, -1)
             self._written.steps[key] = max(record.step, self._written.steps.get(key, -1))
             return new
