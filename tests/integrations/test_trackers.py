@@ -1,4 +1,4 @@
-"""Trackers with large libraries: what a run has logged, read back by the library's own reader.
+"""Trackers with large libraries: the rows of a run, read back by the library's own reader.
 
 Each run is digits with two workers, resumed once: the tracked run is one run, and has the rows of `metrics.jsonl`.
 """

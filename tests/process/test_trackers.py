@@ -1,4 +1,4 @@
-"""Trackers beside real runs: the rows of `metrics.jsonl` are what the library reads back, however the run ends."""
+"""Trackers beside real runs: the library reads back the rows of `metrics.jsonl`, at every end of a run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def alike(found: Points, expected: Points) -> bool:
 
 
 class Seen:
-    """A tracker that keeps what it was given. `held`: `log` waits for it."""
+    """A tracker that keeps its records. `held`: `log` waits for it."""
 
     def __init__(self, held: threading.Event | None = None) -> None:
         self.points: Points = {}
@@ -162,7 +162,7 @@ pt.run("digits", "local_sgd(period=8)", 2, epochs=100_000, out=sys.argv[1], trac
 
 
 def test_a_killed_launcher_leaves_a_readable_run(tmp_path: Path) -> None:
-    """Its tracker reads the rest of the rows, and ends by itself."""
+    """The tracker of the run reads the rest of the rows, and ends."""
     out = tmp_path / "run"
     launcher = subprocess.Popen([sys.executable, "-c", PROGRAM, str(out)], env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:

@@ -1,4 +1,4 @@
-"""Trackers: their text, what they are handed, and what each library reads back of what it was given."""
+"""Trackers: their text, the records that they get, and the numbers that each library reads back."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_missing_library_is_refused_with_the_line_that_brings_it(monkeypatch: 
         table.check_libraries([t.wandb()])
 
 
-# --------------------------------------------------------------------------------------------------- what they get
+# --------------------------------------------------------------------------------------------------- their numbers
 
 ROWS: list[StreamRecord] = [
     TrainRow(step=1, loss=2.25, epoch=0.5, samples=32, seconds=0.5, samples_per_s=64.0),
@@ -266,7 +266,7 @@ def test_prometheus_scrapes_the_last_numbers(folder: Path) -> None:
 
 
 class Posted(BaseHTTPRequestHandler):
-    """Keeps what was posted in the server's list."""
+    """Keeps posted bodies in the server's list."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -280,7 +280,7 @@ class Posted(BaseHTTPRequestHandler):
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[tuple[str, dict[str, str], bytes]]]]:
-    """A server on loopback: its address, and what was posted."""
+    """A server on loopback: its address, and the posted bodies."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Posted)
     server.posted = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
