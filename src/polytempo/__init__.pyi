@@ -40,6 +40,7 @@ from polytempo.spec.run_options import RunOptions as RunOptions
 from polytempo.spec.text.catalogue import parse_strategy as parse_strategy
 from polytempo.spec.then import then as then
 from polytempo.training.observe.loop_score import score as score
+from polytempo.training.observe.user_log import log as log
 from polytempo.training.own_loop.shard import shard as shard
 from polytempo.training.parts.hybrid import hybrid as hybrid
 from polytempo.training.parts.split import split as split

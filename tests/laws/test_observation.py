@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import polytempo as pt
 from laws.catalogue import ROWS, Row, label
+from polytempo.report.status.records import Logged
+from polytempo.report.status.stream import stream
 from polytempo.runs.frame import run_page as shown
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from silent_tracker import SilentTracker
@@ -66,14 +69,21 @@ def points(num_samples: int, seed: int) -> TensorDataset:
 TESTS: dict[str, Dataset[Any] | None] = {"none": None, "plain": points(16, 1), "drawing": Drawing(points(16, 1))}
 
 
-def job(test: Dataset[Any] | None) -> pt.Job:
+def logged_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of each rank, with its user's own number in the run's stream."""
+    loss = nn.functional.mse_loss(output, target)
+    pt.log({"own/loss": loss}, spread=output.detach().std())
+    return loss
+
+
+def job(test: Dataset[Any] | None, loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss) -> pt.Job:
     """Noise, dropout, batch-norm, and a model that counts: all that a look could disturb. The last step is uneven."""
     return pt.Job(
         model=lambda: nn.Sequential(
             nn.Linear(4, 6), Counting(), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 2)
         ),
         data=lambda folder: pt.Data(Drawing(points(52, 0)), test),
-        loss=nn.functional.mse_loss,
+        loss=loss,
         correct=lambda output, target: (output - target).abs().amax(1) < 0.5,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
         schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * steps),
@@ -106,7 +116,8 @@ def trained(row: Row, test: str, **options: Any) -> Seen:
     """Train `WORKERS` virtual workers from the same state of all generators."""
     random.seed(0)
     np.random.seed(0)
-    found = pt.simulate(job(TESTS[test]), row.make(), WORKERS, threads=1, **options)
+    watched = job(TESTS[test], logged_loss) if "out" in options else job(TESTS[test])
+    found = pt.simulate(watched, row.make(), WORKERS, threads=1, **options)
     return Seen(found.parameters_sha256, found.trace_hash, found.seconds, found.steps, found.samples, found.train_loss)
 
 
@@ -146,6 +157,7 @@ def test_no_way_of_watching_changes_a_run(row: Row, tmp_path: Path, monkeypatch:
         assert (tracker.logs > 0, tracker.ended) == ((True, "finished") if way.keeps else (False, "")), str(way)
         if way.checkpoint_every is not None:
             assert latest(out / "checkpoint") is not None
+            assert {record.worker for record in stream(out) if isinstance(record, Logged)} == {None}
 
 
 def test_each_kind_of_observer_is_watched_in_every_way() -> None:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+import polytempo as pt
 from laws.catalogue import HELPED, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
+from polytempo.report.status.records import Logged
+from polytempo.report.status.stream import stream
 from polytempo.runs.frame import run_page as shown
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
@@ -38,14 +41,25 @@ TESTS: dict[str, Dataset[tuple[Tensor, Tensor]]] = {
 }
 
 
-def job(test: Dataset[tuple[Tensor, Tensor]] | None, *, whole: bool) -> Job:
+def plain_loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def logged_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss, with the user's own number in the run's stream."""
+    loss = plain_loss(output, target)
+    pt.log(own=loss)
+    return loss
+
+
+def job(test: Dataset[tuple[Tensor, Tensor]] | None, *, whole: bool, logs: bool = False) -> Job:
     """Dropout draws in every step. `whole`: nothing in the model looks at a batch as a whole, so it may be cut."""
     inputs = torch.randn(36, FEATURES, generator=torch.Generator().manual_seed(1))
     norm = nn.Identity if whole else lambda: nn.BatchNorm1d(4)
     return Job(
         model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), norm(), nn.Dropout(0.2), nn.Linear(4, 1)),
         data=lambda folder: Data(TensorDataset(inputs, inputs.sum(1, keepdim=True)), test),
-        loss=lambda output, target: ((output - target) ** 2).mean(),
+        loss=logged_loss if logs else plain_loss,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.02, momentum=0.5),
         batch_size=3,
     )
@@ -53,7 +67,7 @@ def job(test: Dataset[tuple[Tensor, Tensor]] | None, *, whole: bool) -> Job:
 
 def run(row: Row, test: Dataset[tuple[Tensor, Tensor]] | None, **more: object) -> Result:
     options = RunOptions(steps=STEPS, **more)  # type: ignore[arg-type]
-    return simulate(job(test, whole=row in HELPED), row.make(), WORKERS, CLUSTER, options)
+    return simulate(job(test, whole=row in HELPED, logs="out" in more), row.make(), WORKERS, CLUSTER, options)
 
 
 @pytest.mark.parametrize("row", [*SERVED, *HELPED], ids=label)
@@ -74,6 +88,8 @@ def test_watching_a_run_does_not_change_it(row: Row, tmp_path: Path, monkeypatch
         assert result.seconds == unwatched.seconds, how
         assert result.loss is not None, how
         assert result.loss != result.train_loss, "it was scored"
+    workers = {record.worker for record in stream(tmp_path / "run") if isinstance(record, Logged)}
+    assert workers == set(range(WORKERS))
 
 
 @pytest.mark.parametrize("row", SERVED, ids=label)

@@ -23,6 +23,7 @@ from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
+from polytempo.report.status.metrics import METRICS
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
@@ -110,7 +111,9 @@ class Rerun:
         return self.plan.coordinator(scheduler, Listeners(on_row=self._on_row), incarnation=first)
 
     def _on_row(self, text: bytes) -> None:
-        self.rows.append(json.loads(text))
+        row = json.loads(text)
+        if row["kind"] in METRICS:
+            self.rows.append(row)
 
     def _scores(self) -> OffTheClock | None:
         program = self.program
@@ -151,6 +154,7 @@ class Rerun:
         worker, incarnation = life
         client = self.plan.client(worker, incarnation)
         context = self.program.context()
+        context.out = None  # the job's functions logged while the run went on
         context = replace(context, compute_gradients=_noting(context.compute_gradients, self.losses[life]))
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
         group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # no message goes to the others

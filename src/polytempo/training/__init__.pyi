@@ -7,6 +7,8 @@ from polytempo.training.elastic.loop_state import ElasticState as ElasticState
 from polytempo.training.hooks.attached_models import no_sync as no_sync
 from polytempo.training.hooks.handle import Handle as Handle
 from polytempo.training.observe.similarity import linear_cka as linear_cka
+from polytempo.training.observe.user_log import log_image as log_image
+from polytempo.training.observe.user_log import log_text as log_text
 from polytempo.training.observe.whole_checkpoint import checkpoint_model as checkpoint_model
 from polytempo.training.own_loop.served_handle import ServedHandle as ServedHandle
 from polytempo.training.parts.layer_plan import plan_layers as plan_layers

@@ -26,7 +26,7 @@ from polytempo.core.system.descriptors import open_descriptor
 from polytempo.core.system.url_path import P, Place, UrlPath
 
 MAX_JSON_BYTES = 1 << 30
-FOLDERS = ("checkpoint", "logs", "record")
+FOLDERS = ("checkpoint", "logs", "record", "images")
 """The folders that a run makes in its own."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)

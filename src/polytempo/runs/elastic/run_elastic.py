@@ -162,7 +162,7 @@ class ElasticLauncher:
         self.processes = self._members.processes
         self._wanted, self._epoch = wanted, 0.0
         self._asked_s = 0.0
-        self._rows: set[tuple[str, int]] = set()
+        self._rows: set[tuple[Any, ...]] = set()
         self._formed = 0
         self._asked_to_save: set[int] = set()
         self._saved_step: int | None = None
@@ -221,7 +221,7 @@ class ElasticLauncher:
     def _hear(self, message: Said) -> None:
         if isinstance(message, Row):
             self._epoch = max(self._epoch, message.row.get("epoch", 0.0))
-            key = (message.row["kind"], message.row["step"])
+            key = identity_of(message.row)
             if key not in self._rows:  # a step that was undone is made again
                 self._rows.add(key)
                 self._record(message.row)
@@ -339,3 +339,8 @@ class MembershipHistory:
 
     def _note(self, who: str, how: str) -> None:
         self.events.append({"who": who, "how": how, "at_s": self._clock() - self._zero_s, "then": ""})
+
+
+def identity_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The kind, the step and the names of a row: a step that was undone is made again, with equal ones."""
+    return row["kind"], row["step"], row.get("name"), *sorted(row.get("values", ()))

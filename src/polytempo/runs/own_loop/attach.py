@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from weakref import ref
+
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
+from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
+from polytempo.report.status.records import RunStarted
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
@@ -22,6 +27,8 @@ from polytempo.training.hooks.handle import Handle
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
+from polytempo.training.observe.loop_folder import LoopFolder
+from polytempo.training.observe.user_log import UserLog
 from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
@@ -46,6 +53,7 @@ def attach(
     noise_scale: int | None = None,
     batch_size: int | None = None,
     precision: Precision | str | None = None,
+    out: str | Path | UrlPath | None = None,
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
 
@@ -79,6 +87,8 @@ def attach(
     overflow). `seed`: equal on all ranks. `threads`, `inter_threads`: of this rank. `noise_scale`: steps between looks
     at it, with the rank's `batch_size`. `precision`: 16-bit parameters. `world`: by default from `pt.init()`.
 
+    `out`: a folder for `handle.log`, `pt.log` and the run's stream, which rank 0 holds until `detach`.
+
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.
     """
@@ -88,7 +98,20 @@ def attach(
     branched = _branched(model, Threads(threads, inter_threads), bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = branched.apply(model)
+    if out is not None:
+        _log_into(place(out), handle, model, strategy)
     return handle
+
+
+def _log_into(out: Place, handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy) -> None:
+    """Let rank 0 write the loop's log into the folder `out`."""
+    world, folder = handle.world, None
+    if world.rank == 0:
+        name = type(model).__name__
+        folder = LoopFolder(out, RunStarted(job=name, strategy=str(strategy), world="process", workers=world.size))
+    here = ref(handle)  # a handle's hooks keep it alive, and nothing else must
+    log = UserLog(None if folder is None else folder.record, out, lambda: getattr(here(), "step", 0))
+    handle.loop_log.begin(log, folder)
 
 
 def _checked(model: object, optimizer: object, strategy: Strategy | str | None) -> Strategy:

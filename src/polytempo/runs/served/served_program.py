@@ -180,6 +180,7 @@ class ServedProgram:
             noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
             masters=None if meta else masters_of(model, optimizer, spec.options.precision),
             stage=stage,
+            out=spec.options.out,
             trained=trained_of(model, optimizer, spec.strategy, found) if meta and stage is None else None,
         )
 

@@ -105,6 +105,8 @@ class ServedSimulation:
             lambda shard, nodes: None,  # they are there already
         )
         self.tally = Tally(program, self.coordinator, record, least_lost_s=0.0)
+        for context in self.contexts:
+            context.record = record
         self.scores = self._scores()
         self.nodes = self._nodes()
 

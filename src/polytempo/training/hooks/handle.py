@@ -27,6 +27,7 @@ from polytempo.training.hooks.weak_hook import WeakHook
 from polytempo.training.model.ownership import Ownership, called_modules
 from polytempo.training.model.parted_parameters import counted_elsewhere, shared_elsewhere
 from polytempo.training.model.ports import Ports
+from polytempo.training.observe.loop_folder import LoopLog
 from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
@@ -49,6 +50,8 @@ class Handle:
         self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
         """True while the hooks are on."""
+        self.loop_log = LoopLog()
+        """The loop's folder, where `attach` was given one."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self.one_copy, self._turns = copy, turns
@@ -209,6 +212,23 @@ class Handle:
         """
         return self.replica.scaled(loss)
 
+    # ------------------------------------------------------------------ logging
+
+    def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
+        """Write numbers of your own into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
+
+        See `pt.log`. `step`: by default the optimizer steps so far.
+        """
+        self.loop_log.log.log({**(values or {}), **numbers}, step)
+
+    def log_text(self, name: str, text: str, *, step: int | None = None) -> None:
+        """Write a text there; see `training.log_text`."""
+        self.loop_log.log.log_text(name, text, step)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
+        """Write a picture there; see `training.log_image`."""
+        self.loop_log.log.log_image(name, image, step)
+
     # ------------------------------------------------------------------ saving and ending
 
     def preempted(self) -> bool:
@@ -256,6 +276,7 @@ class Handle:
                 "strategy that saved it, or begin without its state"
             )
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
+        self.loop_log.resumed(self.replica.step)
         if self.replica.masters is not None:
             self.replica.masters.restore(state["scalars"])
         self.world.step = self.replica.step
@@ -304,6 +325,7 @@ class Handle:
             self.replica.noise.finish()
         if self.replica.pace is not None:
             self.replica.pace.finish()
+        self.loop_log.close()
         self._hooks = []
         if self._ownership is not None:
             self._ownership.end()

@@ -32,6 +32,7 @@ from polytempo.training.job.sliced_step import next_slices
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.holding import Holding
+from polytempo.training.observe.user_log import UserLog, set_user_log
 from polytempo.training.step.guard import check_final, check_score
 from polytempo.training.step.replica import Replica
 
@@ -168,6 +169,15 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
     the same batches and draw the same random numbers.
     """
+    record = context.record if port.rank == 0 and context.options.out is not None else None
+    log = UserLog(record, context.options.out, lambda: context.replica.step)
+    try:
+        return await _trained(port, context, log)
+    finally:
+        log.end()
+
+
+async def _trained(port: Port, context: TrainingContext, log: UserLog) -> TrainingSummary:
     check_length(context.shard)
     check_goals(context.job, context.options, has_test=context.data.test is not None)
     ports = ports_of(port)
@@ -175,7 +185,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     meter = Meter(_position(context)[1], context.seconds)
     scored_step, scored = context.replica.step, None
     while not _over(context):
-        if not await _rest_of_epoch(ports, context, meter, clock):
+        if not await _rest_of_epoch(ports, context, meter, clock, log):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
         if step - scored_step < STEPS_BETWEEN_SCORES and not over:
@@ -219,7 +229,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     )
 
 
-async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
+async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock, log: UserLog) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
     port, data = ports.whole, ports.data
     grow(context.spec, context.shard)
@@ -240,7 +250,9 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
+        set_user_log(log)  # each time: one process may be many virtual ranks
         loss = await context.take_step(data, batch, *_weighed(context, batch))
+        set_user_log(None)
         if port.rank == 0:  # for rows and the summary
             meter.add(loss)
         if context.average is not None:

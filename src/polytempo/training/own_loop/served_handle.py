@@ -8,7 +8,7 @@ the epoch's end            every batch of it is in the server's weights, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.branches import ThreadedModel
 from polytempo.spec.precision import Precision
 from polytempo.training.model.ownership import Ownership
+from polytempo.training.observe.loop_folder import LoopLog
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.own_loop.loop_facts import facts_of_loop
 from polytempo.training.own_loop.served_step import ServedStep
@@ -48,6 +49,8 @@ class ServedHandle:
         self._start, self._allow_nan = start, allow_nan
         self.attached = True
         """True while the hooks are on."""
+        self.loop_log = LoopLog()
+        """The loop's folder, where `attach` was given one."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self._masters = masters_of(model, optimizer, precision)
@@ -140,6 +143,23 @@ class ServedHandle:
         finally:
             self._step.lends = False
 
+    # ------------------------------------------------------------------ logging
+
+    def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
+        """Write numbers of rank 0 into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
+
+        See `pt.log`. `step`: by default the optimizer steps so far.
+        """
+        self.loop_log.log.log({**(values or {}), **numbers}, step)
+
+    def log_text(self, name: str, text: str, *, step: int | None = None) -> None:
+        """Write a text there; see `training.log_text`."""
+        self.loop_log.log.log_text(name, text, step)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
+        """Write a picture there; see `training.log_image`."""
+        self.loop_log.log.log_image(name, image, step)
+
     # ------------------------------------------------------------------ saving and ending
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,4 +206,5 @@ class ServedHandle:
         if self._masters is not None:
             self._masters.end()
         self._ownership.end()
+        self.loop_log.close()
         self.attached = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Program, Strategy
+from polytempo.core.system.url_path import Place
 from polytempo.data.batches import Batches
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
@@ -49,6 +50,11 @@ class ServedContext:
     masters: Masters | None = None
     stage: ServedStage | None = None
     """This process's stage of a pipeline; `model` is then the stage's."""
+    out: Place | None = None
+    """The run's folder, for pictures that the job's functions log."""
+    record: Callable[[dict[str, Any]], None] | None = None
+    """Takes rows that the job's functions log. None: they go with the worker's rows, in its messages, which a virtual
+    world charges for."""
     trained: Trained | None = None
     """The trained parameters of `model`; None: the worker looks them up."""
 

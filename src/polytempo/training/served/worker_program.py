@@ -32,6 +32,7 @@ from polytempo.training.job.program import ROWS_PER_EPOCH, Meter
 from polytempo.training.job.sliced_step import BatchSlice
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.run_device import device_of
+from polytempo.training.observe.user_log import UserLog, set_user_log
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.served.served_context import ComputeGradients, ServedContext
 from polytempo.training.served.served_worker import ServedWorker
@@ -76,6 +77,15 @@ async def work(
     """
     work_client = work_of(client, stages, 0 if context.stage is None else context.stage.late)
     worker = _TicketWorker(port, context, client, work_client)
+    try:
+        return await _worked(port, worker, client, work_client, leaves)
+    finally:
+        worker.log.end()
+
+
+async def _worked(
+    port: Port, worker: _TicketWorker, client: Client, work_client: WorkSource, leaves: Callable[[], bool]
+) -> Attendance:
     await work_client.ask(port)
     while True:
         deal = await worker.served.waited(work_client.deal(port))
@@ -98,8 +108,7 @@ async def work(
                 client.rest()
                 await worker.served.fetch()
                 worker.look_at_final()
-                if context.stage is not None:
-                    await context.stage.collected()
+                await worker.collect()
                 await work_client.ask(port, worker.taken_rows())  # which says goodbye
                 return worker.attendance
         if leaves():
@@ -189,6 +198,9 @@ class _TicketWorker:
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
+        record = context.record or (lambda row: self._rows.append(json.dumps(row).encode()))
+        self.log = UserLog(None if context.out is None else record, context.out, self._finished, client.worker)
+        """Takes the values that the job's functions log."""
 
     @property
     def attendance(self) -> Attendance:
@@ -198,10 +210,18 @@ class _TicketWorker:
         helps = self._reassigned
         return fared if helps is None else fared._replace(helped=helps.helped, given=helps.given)
 
+    def _finished(self) -> int:
+        return int(self._position["step"])
+
     async def begin(self) -> None:
         """There is work: see `ServedWorker.begin`."""
         await self.served.begin()
         self._end_s = self._end_s or self.served.begun_s or 0.0
+
+    async def collect(self) -> None:
+        """Bring the stages' final weights together, in a pipeline."""
+        if self._context.stage is not None:
+            await self._context.stage.collected()
 
     def look_at_final(self) -> None:
         """Refuse final weights that are not finite."""
@@ -221,6 +241,7 @@ class _TicketWorker:
     async def _step(self, ticket: Ticket) -> None:
         port = self._port
         await port.mark(self._steps)
+        set_user_log(self.log)  # each time: one process may be many virtual workers
         if self._context.stage is None:
             samples = await (
                 self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
@@ -228,6 +249,7 @@ class _TicketWorker:
             await self.served.step()
         else:
             samples = await self._staged(self._context.stage, ticket)
+        set_user_log(None)
         if self._context.guard is not None and self.served.replica.is_apart:
             self._context.guard.parameters(self.served.step_of(ticket), self._client.worker)
         self._steps += 1

@@ -1,0 +1,87 @@
+"""`LoopFolder`: the run's folder of a loop of one's own, `attach(…, out=…)`: start, the user's rows, end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from polytempo.core.system import files
+from polytempo.core.system.folder_lock import held
+from polytempo.core.system.url_path import Place
+from polytempo.report.status.event_log import logged
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.records import RunStarted
+from polytempo.training.observe.user_log import UserLog, set_user_log
+
+
+class LoopFolder:
+    """Holds the folder `out` from its making to `close`. The files begin with the first row, or at the end.
+
+    They are new ones, unless the loop has loaded a state: then rows up to its step stay. Errors: `FolderTaken`.
+    """
+
+    def __init__(self, out: Place, start: RunStarted) -> None:
+        self._out, self._start = out, start
+        self._stack = ExitStack()
+        self._stack.enter_context(held(files.run_folder(out)))
+        self._writer: MetricsWriter | None = None
+        self._resumed_at: int | None = None
+        self._closed = False
+
+    def resumed(self, step: int) -> None:
+        """The loop goes on after so many steps."""
+        if self._writer is None:
+            self._resumed_at = step
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Write a row."""
+        self._opened().write(row)
+
+    def close(self) -> None:
+        """Write the end; closing twice is harmless."""
+        if not self._closed:
+            self._opened()
+            self._closed = True
+            self._stack.close()
+
+    def _opened(self) -> MetricsWriter:
+        if self._writer is None:
+            resume = self._resumed_at is not None
+            self._stack.enter_context(logged(self._out, self._start, resume=resume))
+            writer = MetricsWriter(self._out / "metrics.jsonl", resumed_at=self._resumed_at)
+            self._writer = self._stack.enter_context(writer)
+        return self._writer
+
+
+class LoopLog:
+    """The user's log of an attached loop, and on rank 0 its folder. Without `out` every call is refused."""
+
+    def __init__(self) -> None:
+        self._folder: LoopFolder | None = None
+        self._log: UserLog | None = None
+
+    def begin(self, log: UserLog, folder: LoopFolder | None) -> None:
+        """Write to `log`, and let `pt.log` write there."""
+        self._log, self._folder = log, folder
+        set_user_log(log)
+
+    @property
+    def log(self) -> UserLog:
+        """ValueError unless `attach` was given a folder."""
+        if self._log is None:
+            raise ValueError(
+                "this loop has no folder to log into; give one: pt.attach(model, optimizer, strategy, out='runs/mine')"
+            )
+        return self._log
+
+    def resumed(self, step: int) -> None:
+        """The loop goes on after so many steps."""
+        if self._folder is not None:
+            self._folder.resumed(step)
+
+    def close(self) -> None:
+        """Write the end of the run; later calls write nothing."""
+        if self._log is not None:
+            self._log.end()
+        if self._folder is not None:
+            self._folder.close()

@@ -1,0 +1,106 @@
+"""The user's own numbers in runs on processes: each kind of run, and loops of one's own, also resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polytempo as pt
+from polytempo.core.system.folder_lock import FolderTaken
+from polytempo.jobs import find
+from polytempo.report.status.records import Logged, LoggedImage, LoggedText, RunFinished, RunStarted
+from polytempo.report.status.stream import stream
+from polytempo.worlds import ProcessWorld
+from process.crew import together
+
+s = pt.strategies
+KINDS: dict[str, tuple[pt.Strategy, dict[str, Any]]] = {
+    "collective": (s.sync_sgd(), {}),
+    "elastic": (s.sync_sgd(), {"min_workers": 1}),
+    "served": (s.async_sgd(), {}),
+}
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss, logged in each step with a picture and a text."""
+    found = nn.functional.cross_entropy(output, target)
+    pt.log(own=found)
+    pt.training.log_image("output", output.detach().sigmoid())
+    pt.training.log_text("first", str(int(target[0])))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_logs_in_each_kind_of_run(kind: str, tmp_path: Path) -> None:
+    strategy, more = KINDS[kind]
+    quiet = pt.run(find("digits"), strategy, 2, steps=4, **more)
+    result = pt.run(replace(find("digits"), loss=loss), strategy, 2, steps=4, out=tmp_path, **more)
+    assert kind == "served" or result.parameters_sha256 == quiet.parameters_sha256
+    records = stream(tmp_path)
+    logged = [record for record in records if isinstance(record, Logged)]
+    if kind == "served":
+        assert {record.worker for record in logged} <= {0, 1}
+        assert len(logged) == 8, "four steps of two workers"
+    else:
+        assert [(record.step, record.worker) for record in logged] == [(step, None) for step in range(4)]
+    pictures = [record for record in records if isinstance(record, LoggedImage)]
+    texts = [record for record in records if isinstance(record, LoggedText)]
+    assert len(pictures) == len(texts) == len(logged)
+    assert all((tmp_path / record.path).is_file() for record in pictures)
+
+
+def test_a_loop_logs_into_its_folder_and_goes_on(tmp_path: Path) -> None:
+    """Rank 0's values are written. A loop that loads a state keeps the rows up to its step."""
+
+    def work(world: ProcessWorld) -> None:
+        state: Any = None
+        for part in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            handle = pt.attach(model, optimizer, s.sync_sgd(), world=world, out=tmp_path)
+            if state is not None:
+                handle.load_state_dict(state)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).square().mean().backward()
+                optimizer.step()
+                handle.log(rank=world.rank, part=part)
+                pt.log(also=1.0)
+                state = handle.state_dict() if handle.step == 2 else state
+            handle.log_text("end", f"part {part}")
+            handle.detach()
+            handle.log(late=1.0)
+
+    together(2, work)
+    records = stream(tmp_path)
+    values = [(record.step, record.values) for record in records if isinstance(record, Logged)]
+    own = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert values == [
+        each for step, part in own for each in ((step, {"rank": 0.0, "part": part}), (step, {"also": 1.0}))
+    ]
+    starts = [record for record in records if isinstance(record, RunStarted)]
+    assert [(start.job, start.workers, start.strategy) for start in starts] == [("Linear", 2, str(s.sync_sgd()))] * 2
+    assert [record for record in records if isinstance(record, RunFinished)] == [RunFinished(state="finished")] * 2
+    assert [record.text for record in records if isinstance(record, LoggedText)] == ["part 2"]
+
+
+def test_a_loop_without_a_folder_names_the_argument_and_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    def work(world: ProcessWorld) -> None:
+        models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+        handle = pt.attach(models[0], first, world=world)
+        with pytest.raises(ValueError, match="out='runs/mine'"):
+            handle.log(own=1.0)
+        handle.detach()
+        handle = pt.attach(models[0], first, world=world, out=tmp_path)
+        with pytest.raises(FolderTaken):
+            pt.attach(models[1], second, world=world, out=tmp_path)
+        handle.detach()
+
+    together(1, work)
