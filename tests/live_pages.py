@@ -6,7 +6,6 @@ import http.client
 import json
 import math
 import os
-import queue
 import socket
 import threading
 import time
@@ -29,6 +28,7 @@ from polytempo.report.status.records import (
     RunFinished,
     RunStarted,
 )
+from polytempo.ui.address import listen
 from polytempo.ui.server import serve
 from polytempo.worlds.trace import Event, write_chrome_trace
 
@@ -210,12 +210,11 @@ class Served:
 @contextmanager
 def serving(root: Path) -> Iterator[Served]:
     """The page of the runs in `root`."""
-    links: queue.Queue[str] = queue.Queue()
-    over = threading.Event()
-    thread = threading.Thread(target=serve, args=(root,), kwargs={"port": 0, "ready": links.put, "until": over.is_set})
+    address, over = listen(port=0), threading.Event()
+    thread = threading.Thread(target=serve, args=(root, address, over.is_set))
     thread.start()
     try:
-        yield Served(links.get(timeout=DEADLINE_S))
+        yield Served(address.link)
     finally:
         over.set()
         thread.join(DEADLINE_S)

@@ -154,6 +154,8 @@ IMPORTED_LATE = {
         "scipy.optimize",
     ): "only `sharpness` needs it, and it takes a third of a second to load",
     ("cli/look/ui.py", "polytempo.ui.server"): "of the extra `ui`",
+    ("ui/__main__.py", "polytempo.ui.server"): "the page of a command that ends before they are loaded ends with it",
+    ("ui/__main__.py", "polytempo.core.system.url_path"): TORCH,
     ("compression/codecs/top_k.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
     ("data/readers/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/readers/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",

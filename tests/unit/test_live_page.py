@@ -150,7 +150,9 @@ def test_a_view_of_several_has_their_differences(served: Served) -> None:
 
 
 def test_a_view_of_a_run_that_is_not_there_says_so(served: Served) -> None:
-    assert served.parts("kind=run&run=..", 1) == {"problem": {"text": "this run is not there"}}
+    assert served.parts("kind=run&run=..", 1) == {
+        "problem": {"text": "this run has not begun yet, or is not in this folder"}
+    }
 
 
 def test_views_are_checked() -> None:

@@ -32,6 +32,7 @@ from polytempo.cli.options.request import (
     submit_request,
     train_request,
 )
+from polytempo.cli.options.shown_page import live_page
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
 from polytempo.cli.run.compress_options import CompressOptions
@@ -100,18 +101,20 @@ def train(request: RunRequest) -> None:
     The workers start on this host, or where --engine starts them. Under torchrun, Slurm, MPI or Ray this process
     is one of the workers.
     """
-    from polytempo.cli.run.train import train as command  # imports torch, which takes seconds
+    with live_page(request):
+        from polytempo.cli.run.train import train as command  # imports torch, which takes seconds
 
-    command(request)
+        command(request)
 
 
 @app.command(cls=SectionedCommand)
 @takes_run_options("compare", compare_request)
 def compare(request: RunRequest) -> None:
     """Train JOB with one strategy after the other, and compare them."""
-    from polytempo.cli.run.compare import compare as command  # imports torch, which takes seconds
+    with live_page(request, several=True):
+        from polytempo.cli.run.compare import compare as command  # imports torch, which takes seconds
 
-    command(request)
+        command(request)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -153,9 +156,10 @@ def simulate(request: RunRequest) -> None:
 
     Gradients are computed; time is simulated. The same seed gives the same run, bit for bit.
     """
-    from polytempo.cli.run.simulate import simulate as command  # imports torch, which takes seconds
+    with live_page(request):
+        from polytempo.cli.run.simulate import simulate as command  # imports torch, which takes seconds
 
-    command(request)
+        command(request)
 
 
 @app.command()

@@ -28,6 +28,7 @@ from polytempo.ui.removal import archive, remove
 MOST_STREAMS = 256
 """Pages that are served at a time."""
 _QUIET_S = 15.0
+_NOT_THERE = "this run has not begun yet, or is not in this folder"
 _MOST_BODY, _MOST_REMOVED = 200_000, 500
 _KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 
@@ -94,7 +95,7 @@ class _Pages:
                             sent[name], quiet_s = content, 0.0
                             yield _event(name, content)
                 except (KeyError, ValueError, OSError) as error:
-                    said = "this run is not there" if isinstance(error, KeyError) else str(error)
+                    said = _NOT_THERE if isinstance(error, KeyError) else str(error)
                     content = json.dumps({"text": said}).encode()
                     if sent.get("problem") != content:
                         sent["problem"] = content

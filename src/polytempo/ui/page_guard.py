@@ -42,19 +42,17 @@ _REFUSED = {
 class PageGuard:
     """An application that answers only requests with the token, or with the cookie that the first one received.
 
-    host, port: the server's address. `names`: further names of this machine that requests may use. A request under
-    another name is refused (421): a page of another site may make its name point here. A request that changes
-    something must come from this page. Tokens are compared in constant time.
+    host, port: the server's address. A request under another name is refused (421): another site may make its own name
+    point here. A request that changes something must come from this page. Tokens are compared in constant time.
     """
 
-    def __init__(self, app: App, host: str, port: int, names: Iterable[str] = ()) -> None:
+    def __init__(self, app: App, host: str, port: int, token: str) -> None:
         self._app, self._port = app, port
-        self.token = secrets.token_urlsafe(32)
-        """The secret of the link."""
+        self._token = token
         self._session = secrets.token_urlsafe(32)
         self._cookie = f"polytempo_{port}"
         self._loopback = _is_loopback(host)
-        self._names = {"localhost", host.strip("[]").lower(), *(name.lower() for name in names)}
+        self._names = {"localhost", host.strip("[]").lower()}
         if not self._loopback:
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -100,7 +98,7 @@ class PageGuard:
 
     def _has_token(self, scope: Scope) -> bool:
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        return scope["method"] == "GET" and hmac.compare_digest(given.encode(), self.token.encode())
+        return scope["method"] == "GET" and hmac.compare_digest(given.encode(), self._token.encode())
 
     def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
         try:

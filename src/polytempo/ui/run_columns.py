@@ -18,7 +18,7 @@ AXES = ("seconds", "step", "epoch", "samples", "bytes")
 """Quantities that curves are drawn against."""
 QUANTITIES = ("loss", "accuracy", "samples_per_s", "idle_share", "staleness", "noise_scale")
 """Quantities of rows that curves show; the user's own numbers follow them."""
-_MOST_MARKS, _MOST_OWN, _MOST_RECENT = 500, 32, 240
+_MOST_MARKS, _MOST_OWN, _MOST_RECENT = 100, 32, 240
 _AXES_OF_ROWS = AXES[:-1]
 
 
@@ -35,7 +35,7 @@ class RunColumns:
         self.started: RunStarted | None = None
         self.finished: RunFinished | None = None
         self.marks: list[dict[str, Any]] = []
-        """Faults, groups, checkpoints and diagnoses, with `kind`, `at_s`, `step` and `text`."""
+        """The last 100 each of faults, groups, checkpoints and diagnoses, with `kind`, `at_s`, `step` and `text`."""
         self.logged: list[dict[str, Any]] = []
         """The last texts and pictures that the user's program logged."""
         self.last: dict[str, dict[str, Any]] = {}
@@ -120,7 +120,9 @@ class RunColumns:
             self.logged = [*self.logged, {**mark, **record}][-_MOST_OWN:]
             return
         self.marks.append(mark)
-        del self.marks[:-_MOST_MARKS]
+        alike = [number for number, each in enumerate(self.marks) if each["kind"] == kind]
+        if len(alike) > _MOST_MARKS:  # a checkpoint every second leaves the faults in place
+            del self.marks[alike[0]]
 
     def _own(self, record: Logged) -> None:
         """The user's own numbers, as quantities of their own."""

@@ -57,6 +57,8 @@ class CommandOptions:
     """Compute all workers' gradients in one pass; equal up to rounding."""
     force: Annotated[bool, Option(FOLDER)] = False
     """Accept an --out folder that holds other files."""
+    ui: Annotated[bool, Option(OUTPUT)] = False
+    """Show the run in the browser while it goes on, and print the link. Needs the extra `ui`."""
     json: Annotated[bool, Option(OUTPUT)] = False
     """Print only the result, as JSON."""
     dry_run: Annotated[bool, Option(OUTPUT)] = False

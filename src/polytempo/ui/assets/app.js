@@ -51,11 +51,14 @@ export function follow(query, take) {
       if (opened !== source) return;
       linked("live", "live");
       receive(JSON.parse(event.data));
-      root.dataset.drawn = "true";
+      if (name !== "hello") root.dataset.drawn = "true";
     });
   }
   opened.onerror = () => {
     if (opened !== source) return;
+    if (root.dataset.drawn && !document.getElementById("link").classList.contains("lost")) {
+      note("The server of this page has ended, perhaps with the command that started it. “polytempo ui” shows the runs again; this page stays as it was.");
+    }
     linked("lost", opened.readyState === EventSource.CLOSED ? "not connected" : "server gone");
   };
 }
@@ -116,7 +119,7 @@ export function note(text) {
   setText(place, text);
   place.classList.add("seen");
   clearTimeout(fading);
-  fading = setTimeout(() => place.classList.remove("seen"), 6000);
+  fading = setTimeout(() => place.classList.remove("seen"), 8000);
 }
 
 export async function remove(runs, archive) {

@@ -41,7 +41,7 @@ export class Chart {
     this.span = [null, null];
     this.at = null;
     this.drag = null;
-    this.log = false;
+    this.log = null;
     this.canvas = element("canvas", { class: "plot", role: "img", tabindex: "0", height: String(HEIGHT) });
     this.tip = element("div", { class: "tip", hidden: true });
     this.scale = element("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.toggleLog() }, "log");
@@ -82,8 +82,7 @@ export class Chart {
   }
 
   toggleLog() {
-    this.log = !this.log;
-    this.scale.setAttribute("aria-pressed", String(this.log));
+    this.log = !this.isLog;
     this.draw();
   }
 
@@ -99,7 +98,9 @@ export class Chart {
     left ??= Math.min(first, this.options.fromZero ? 0 : first);
     right ??= last;
     if (!(right > left)) { right = left + (Math.abs(left) || 1) * 0.1; }
-    const log = this.log && low > 0;
+    // A loss that falls far is drawn on a logarithmic scale, as in the report, until the reader chooses.
+    const log = this.isLog = low > 0 && (this.log ?? (Boolean(this.options.falls) && high > 20 * low));
+    this.scale.setAttribute("aria-pressed", String(log));
     if (log) {
       const room = (Math.log10(high) - Math.log10(low)) * 0.05 || 0.1;
       return { left, right, low: 10 ** (Math.log10(low) - room), high: 10 ** (Math.log10(high) + room), log };
@@ -231,9 +232,10 @@ export class Chart {
         pen.stroke();
         pen.setLineDash([]);
       }
+      if (mark.kind === "checkpoint") { pen.fillRect(x - 1, height - BOTTOM - 6, 2, 6); continue; }
       pen.textAlign = "center";
       pen.textBaseline = "alphabetic";
-      pen.fillText(sign, x, mark.kind === "checkpoint" ? height - BOTTOM - 2 : TOP + 5);
+      pen.fillText(sign, x, TOP + 5);
     }
   }
 

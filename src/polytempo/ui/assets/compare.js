@@ -29,7 +29,7 @@ export class Charts {
   chart(quantity) {
     if (!this.charts.has(quantity)) {
       const [title, form] = QUANTITIES[quantity] || [quantity, number];
-      const made = new Chart({ title, form, onzoom: this.zoom, fromZero: true });
+      const made = new Chart({ title, form, onzoom: this.zoom, fromZero: true, falls: quantity === "loss" });
       this.charts.set(quantity, made);
       this.place.append(made.place);
     }
@@ -48,7 +48,7 @@ export function comparePage(ids, parameters) {
   const chooser = axisChooser(axis, (name) => { axis = name; span = [null, null]; open(); });
   const legend = element("ul", { class: "legend shared", "aria-label": "Runs" });
   const settings = element("div"), outcome = element("div");
-  const place = element("div", {}, element("h1", {}, "Compare runs"), element("div", { class: "tools" }, chooser.place),
+  const place = element("div", {}, element("h1", {}, "Compare runs"), element("h2", { class: "first" }, "Curves"), element("div", { class: "tools" }, chooser.place),
     legend, charts.place, element("h2", {}, "Where they differ"), settings, element("h2", {}, "How they stand"), outcome);
 
   function draw() {

@@ -14,11 +14,11 @@ export function runPage(id, parameters) {
   const heading = element("h1", {}, id.split("/").pop());
   const state = element("span"), call = element("p", { class: "quiet call" });
   const bar = element("i"), left = element("span", { class: "quiet" });
-  const progress = element("div", { class: "long progress", role: "progressbar", "aria-label": "Finished part of the run", "aria-valuemin": "0", "aria-valuemax": "100" }, bar);
+  const progress = element("div", { class: "long progress", role: "progressbar", "aria-label": "Finished part of the run", "aria-valuemin": "0", "aria-valuemax": "100", hidden: true }, bar);
   const remark = element("p", { class: "remark", hidden: true });
   const report = element("a", { class: "button", target: "_blank", rel: "noopener", href: `report?${new URLSearchParams({ run: id })}`, hidden: true }, "Report");
-  const archive = element("button", { type: "button", onclick: () => drop(true) }, "Archive");
-  const erase = element("button", { type: "button", class: "danger", onclick: () => drop(false) }, "Delete");
+  const archive = element("button", { type: "button", hidden: true, onclick: () => drop(true) }, "Archive");
+  const erase = element("button", { type: "button", class: "danger", hidden: true, onclick: () => drop(false) }, "Delete");
   const tiles = element("dl", { class: "tiles numbers" });
   const charts = new Charts((begin, end) => { span = [begin, end]; open(); });
   const chooser = axisChooser(axis, (name) => { axis = name; span = [null, null]; open(); });
@@ -31,7 +31,7 @@ export function runPage(id, parameters) {
   const showSection = (content, there) => { content.parentElement.hidden = !there; };
   const place = element("div", { class: "run" },
     element("div", { class: "title" }, element("div", {}, heading, call), element("div", { class: "buttons" }, state, report, archive, erase)),
-    progress, left, remark, tiles, element("div", { class: "tools" }, chooser.place, reading), charts.place, sections);
+    progress, left, remark, tiles, element("h2", { class: "first" }, "Curves"), element("div", { class: "tools" }, chooser.place, reading), charts.place, sections);
 
   async function drop(kept) {
     if (await remove([id], kept)) go("#/");
@@ -55,11 +55,11 @@ export function runPage(id, parameters) {
     const virtual = row.world === "virtual";
     const numbers = [
       ["Loss", number(row.loss)], ["Accuracy", typeof row.accuracy === "number" ? percent(row.accuracy) : null],
-      ["Samples per second", compact(row.samples_per_s), virtual ? "of the virtual clock" : ""],
+      ["Samples/s", compact(row.samples_per_s), virtual ? "virtual clock" : ""],
       ["Step", whole(row.step), row.steps ? `of ${whole(row.steps)}` : ""], ["Epoch", number(row.epoch, 3), row.epochs ? `of ${number(row.epochs)}` : ""],
       [virtual ? "Virtual time" : "Training time", seconds(row.seconds), virtual && row.began_s && row.written_s ? `${seconds(row.written_s - row.began_s)} on the real clock` : ""],
       ["Sent per rank", row.bytes_sent_per_rank === undefined ? null : bytes(row.bytes_sent_per_rank)],
-      ["Communication", row.communication_share === undefined ? null : percent(row.communication_share), "of a rank's time"],
+      ["Communication", row.communication_share === undefined ? null : percent(row.communication_share), "of the time"],
       ["Staleness", typeof row.staleness === "number" ? number(row.staleness, 3) : null, "updates"],
     ].filter(([, value]) => value !== null && value !== "–");
     fillTiles(numbers);
@@ -102,9 +102,9 @@ export function runPage(id, parameters) {
       element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? number(value, 6) : String(value)))));
     const copy = element("button", { type: "button", class: "small", onclick: () => copyText(facts.command) }, "Copy");
     settings.replaceChildren(element("div", { class: "grid" },
-      element("section", { class: "card" }, element("h3", {}, "Settings"), pairs(facts.settings)),
-      element("section", { class: "card" }, element("h3", {}, "Outcome"), pairs({ ...facts.outcome, ...facts.server, ...facts.environment })),
-      element("section", { class: "card" }, element("h3", {}, "Hashes"), pairs({ ...facts.hashes, folder: facts.folder })),
+      element("section", { class: "card" }, element("h3", {}, "Options"), pairs(facts.settings)),
+      Object.keys(facts.outcome).length ? element("section", { class: "card" }, element("h3", {}, "Outcome"), pairs({ ...facts.outcome, ...facts.server })) : null,
+      element("section", { class: "card" }, element("h3", {}, "Folder and hashes"), pairs({ folder: facts.folder, ...facts.hashes })),
       facts.command ? element("section", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "The command that repeats it"), copy), element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, facts.command))) : null));
   }
 
@@ -121,10 +121,12 @@ export function runPage(id, parameters) {
       chart.caption.replaceChildren(...lines.map((line) => element("span", { class: "key" }, keySquare(line.look), `${line.name} ${form(line.y[line.y.length - 1])}`)));
     }
     showSection(events, curves.marks.length > 0);
-    if (events.dataset.count !== String(curves.marks.length)) {
-      events.dataset.count = String(curves.marks.length);
-      const rows = curves.marks.slice(-100).reverse().map((mark) => [`${markSign(mark.kind)} ${seconds(mark.at_s)}`, whole(mark.step), mark.kind, mark.text]);
-      events.replaceChildren(table([{ name: "Time", text: true }, "Step", { name: "Kind", text: true }, { name: "What happened", text: true }], rows, { label: "Events" }));
+    const newest = JSON.stringify(curves.marks.at(-1) || null) + curves.marks.length;
+    if (events.dataset.newest !== newest) {
+      events.dataset.newest = newest;
+      const saved = curves.marks.filter((mark) => mark.kind === "checkpoint").slice(0, -5);
+      const rows = curves.marks.filter((mark) => !saved.includes(mark)).reverse().map((mark) => [`${markSign(mark.kind)} ${seconds(mark.at_s)}`, whole(mark.step), mark.kind, mark.text]);
+      events.replaceChildren(element("div", { class: "card tall" }, table([{ name: "Time", text: true }, "Step", { name: "Kind", text: true }, { name: "What happened", text: true }], rows, { label: "Events" }), saved.length ? element("p", { class: "caption" }, `and ${whole(saved.length)} checkpoints before`) : null));
     }
     showSection(logged, (curves.logged || []).length > 0);
     logged.replaceChildren(...(curves.logged || []).slice(-10).reverse().map((each) => element("div", { class: "card" }, element("h3", {}, `${each.name || ""}, step ${whole(each.step)}`), element("p", {}, each.kind === "text" ? each.text : ""))));
@@ -172,7 +174,7 @@ export function runPage(id, parameters) {
       curves(found) { curves = found; drawCurves(); },
       activity(found) { activity = found; drawActivity(); },
       prediction(found) { prediction = found; drawPrediction(); },
-      problem(found) { setText(reading, found.text); },
+      problem(found) { setText(reading, `${found.text[0].toUpperCase()}${found.text.slice(1)}.`); },
     });
   }
 
