@@ -13,7 +13,14 @@ from torch._C._distributed_c10d import FileStore
 from polytempo.core.errors import JobFailed, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.system.first_failure import FirstFailure
 from polytempo.core.system.notice import Preempted
-from polytempo.engines.deaths.exit_cause import MemoryGroup, cause_of_exit, exit_code_of_zombie, signal_name, state_of
+from polytempo.engines.deaths.exit_cause import (
+    MemoryGroup,
+    cause_of_exit,
+    exit_code_by,
+    exit_code_of_zombie,
+    signal_name,
+    state_of,
+)
 from polytempo.engines.deaths.rank_process import RankProcess
 from polytempo.engines.deaths.verdict import Complaint, judged
 from polytempo.engines.deaths.watch import DeathWatch
@@ -144,10 +151,13 @@ def test_a_zombie_tells_its_exit_code() -> None:
     pid = os.fork()
     if pid == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    descriptor = os.pidfd_open(pid)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert (exit_code_of_zombie(pid), state_of(pid)) == (-9, "Z")
     os.waitpid(pid, 0)
     assert (exit_code_of_zombie(pid), state_of(pid)) == (None, "")
+    assert exit_code_by(descriptor) in (-9, None)  # None: before Linux 6.15
+    os.close(descriptor)
     assert (exit_code_of_zombie(os.getpid()), state_of(os.getpid())) == (None, "R")
     assert (signal_name(9), signal_name(99)) == ("SIGKILL", "signal 99")
 

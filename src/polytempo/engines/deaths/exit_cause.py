@@ -1,20 +1,27 @@
 """Causes of an end as the kernel knows them: exit codes of processes that are not children, and kills for memory.
 
-The exit code of another's child is in `/proc` from its end until its parent takes it. Kills for
-memory are counted by the control group (cgroup): `memory.events` of version 2, `memory.oom_control` of version 1.
+The exit code of another's child is in `/proc` from its end until its parent takes it; later its `pidfd` tells it.
+Kills for memory are counted by the control group (cgroup): `memory.events` of version 2, `memory.oom_control` of
+version 1.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
+_INFO_BYTES, _INFO_EXIT, _EXIT_CODE_AT = 64, 1 << 3, 60
+"""Linux's `struct pidfd_info`: its size, the flag PIDFD_INFO_EXIT, and the place of the wait status."""
+_GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
+"""PIDFD_GET_INFO."""
 
 
 class MemoryGroup(NamedTuple):
@@ -85,8 +92,23 @@ def exit_code_of_zombie(pid: int) -> int | None:
     fields = _stat(pid)
     if fields is None or fields[0] not in "ZX":
         return None
-    status = int(fields[-1])
-    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return os.waitstatus_to_exitcode(int(fields[-1]))
+
+
+def exit_code_by(descriptor: int) -> int | None:
+    """The exit code of a process that has ended, by its `pidfd`, also after its parent has taken it.
+
+    None where the kernel does not tell it (Linux before 6.15), or not yet.
+    """
+    info = bytearray(_INFO_BYTES)
+    struct.pack_into("Q", info, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+    except OSError:
+        return None
+    (known,) = struct.unpack_from("Q", info, 0)
+    (status,) = struct.unpack_from("i", info, _EXIT_CODE_AT)
+    return os.waitstatus_to_exitcode(status) if known & _INFO_EXIT else None
 
 
 def _stat(pid: int) -> list[str] | None:

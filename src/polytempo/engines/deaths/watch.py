@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from polytempo.core.system.first_failure import FirstFailure, in_short, raised
 from polytempo.core.system.notice import Preempted
-from polytempo.engines.deaths.exit_cause import MemoryGroup, cause_of_exit, exit_code_of_zombie, state_of
+from polytempo.engines.deaths.exit_cause import MemoryGroup, cause_of_exit, exit_code_by, exit_code_of_zombie, state_of
 from polytempo.engines.deaths.rank_process import RankProcess
 from polytempo.engines.deaths.verdict import Complaint, judged
 
@@ -43,6 +43,7 @@ _ASKED_S = 0.5
 """A rank that was asked to end (SIGTERM) is a first failure only if this process is still there afterwards."""
 _ASKED_TO_END = (-15, -2, -1)  # SIGTERM, SIGINT, SIGHUP
 _VERDICT = "verdict"
+Answer = TypeVar("Answer")
 
 
 class DeathWatch:
@@ -64,10 +65,11 @@ class DeathWatch:
     ) -> None:
         self.rank, self.size, self._holds = rank, size, holds
         own = _of_its_own(store)
-        self._store, self._clones = PrefixStore("deaths", own or store), own is not None
+        self._store, self._clones = Notes(PrefixStore("deaths", own or store)), own is not None
         self._own = RankProcess.of_this(rank, machine)
         self._store.set(f"process/{rank}", self._own.as_json().decode())
-        self._memory = MemoryGroup.of()
+        self._memory: dict[int, MemoryGroup | None] = {}
+        """The control groups of this host's ranks."""
         self._processes: dict[int, RankProcess] = {rank: self._own}
         self._known: dict[int, str] = {}
         self._held: dict[int, int] = {}
@@ -77,6 +79,7 @@ class DeathWatch:
         self.verdict: FirstFailure | None = None
         """The first failure of all, once it is known."""
         self._reported = False
+        self._spoken: FirstFailure | None = None
         self._on_death: list[Callable[[FirstFailure], object]] = []
         self._wake, self._waker = os.pipe()
         self._over = self._tolerant = False
@@ -87,8 +90,10 @@ class DeathWatch:
     def meet(self) -> None:
         """Learn the others' processes. All ranks have made their object before."""
         for rank in range(self.size):
-            if rank != self.rank and self._store.check([f"process/{rank}"]):
-                self._processes[rank] = RankProcess.from_json(self._store.get(f"process/{rank}"))
+            if rank != self.rank and self._store.has(f"process/{rank}"):
+                self._processes[rank] = process = RankProcess.from_json(self._store.get(f"process/{rank}"))
+                if process.machine == self._own.machine:
+                    self._memory[rank] = MemoryGroup.of(process.pid)
 
     def begin(self) -> None:
         """Watch the others, as soon as they have met."""
@@ -114,7 +119,7 @@ class DeathWatch:
     def missing(self) -> str:
         """The ranks that have not come, in words; "" where all are there."""
         with suppress(RuntimeError):
-            ranks = [rank for rank in range(self.size) if not self._store.check([f"process/{rank}"])]
+            ranks = [rank for rank in range(self.size) if not self._store.has(f"process/{rank}")]
             if ranks:
                 return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))} did not come"
         return ""
@@ -147,7 +152,7 @@ class DeathWatch:
         """Stop watching."""
         if not self._over:
             self._over = True
-            if self._clones:  # a wait for another kind of store could be long
+            if self._clones and self.verdict is None:  # a wait for another kind of store could be long
                 with suppress(RuntimeError):
                     self._store.set(f"left/{self.rank}", "")
             with suppress(OSError):
@@ -161,9 +166,7 @@ class DeathWatch:
         with self._lock:
             if self.verdict is None:
                 try:
-                    self.verdict = FirstFailure.from_json(
-                        self._store.compare_set(_VERDICT, "", death.as_json().decode())
-                    )
+                    self.verdict = FirstFailure.from_json(self._store.first(_VERDICT, death.as_json().decode()))
                 except (RuntimeError, ValueError):  # the store has ended with the process that held it
                     self.verdict = death
             return self.verdict
@@ -171,7 +174,7 @@ class DeathWatch:
     def _look(self) -> FirstFailure | None:
         """The verdict in the store."""
         with self._lock:
-            if self.verdict is None and self._store.check([_VERDICT]):
+            if self.verdict is None and self._store.has(_VERDICT):
                 self.verdict = FirstFailure.from_json(self._store.get(_VERDICT))
             return self.verdict
 
@@ -184,7 +187,7 @@ class DeathWatch:
             while (death := self._look()) is None:
                 for rank in range(self.size):
                     key = f"complaint/{rank}"
-                    if rank not in complaints and self._store.check([key]):
+                    if rank not in complaints and self._store.has(key):
                         complaints[rank] = Complaint.from_json(self._store.get(key))
                 if len(complaints) == self.size or time.monotonic() >= until_s:
                     break
@@ -194,13 +197,15 @@ class DeathWatch:
         except RuntimeError:  # the store is gone, with rank 0 or with the agent of torchrun
             if self.verdict is not None:
                 return self.verdict
-            if self._holder_is_gone():
+            if self._holder_may_be_gone:
                 self._known.setdefault(0, cause_of_exit(None))
         ordered = [own, *(complaint for rank, complaint in complaints.items() if rank != self.rank)]
         known = self._known | self._states({rank for rank in self._processes if rank not in complaints})
         return self._agree(judged(self._processes, self.size, ordered, known))
 
-    def _holder_is_gone(self) -> bool:
+    @property
+    def _holder_may_be_gone(self) -> bool:
+        """True if rank 0 may hold the store."""
         return self.rank != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def _states(self, ranks: set[int]) -> dict[int, str]:
@@ -212,7 +217,7 @@ class DeathWatch:
                 continue
             state = state_of(process.pid)
             if not state or state in "ZX":
-                causes[rank] = cause_of_exit(exit_code_of_zombie(process.pid), self._memory)
+                causes[rank] = cause_of_exit(exit_code_of_zombie(process.pid), self._memory.get(rank))
             elif state in "Tt":
                 with suppress(OSError, AttributeError):
                     self._held[rank] = os.pidfd_open(process.pid)
@@ -248,7 +253,7 @@ class DeathWatch:
                 for descriptor, _ in poll.poll(self._look_s * 1e3):
                     if descriptor in ends:
                         poll.unregister(descriptor)
-                        self._sees_end(peers[ends[descriptor]])
+                        self._sees_end(peers[ends[descriptor]], descriptor)
                 with suppress(RuntimeError, ValueError):
                     self._look()
             if not self._over and not self._tolerant and self.verdict is not None:
@@ -257,26 +262,31 @@ class DeathWatch:
             for descriptor in ends:
                 os.close(descriptor)
 
-    def _sees_end(self, process: RankProcess) -> None:
+    def _sees_end(self, process: RankProcess, descriptor: int) -> None:
         code = exit_code_of_zombie(process.pid)
+        code = exit_code_by(descriptor) if code is None else code
         if code in _ASKED_TO_END:
             time.sleep(_ASKED_S)
-        cause = cause_of_exit(code, self._memory)
+        cause = cause_of_exit(code, self._memory.get(process.rank))
         self._known[process.rank] = cause
+        if process.rank == 0 and self._holder_may_be_gone:
+            self._store.forget()
         if code == 0 or self._over or self._tolerant:
             return
+        death = process.died(self.size, cause)
+        if code is not None and code < 0 and code not in (*_ASKED_TO_END, -signal.SIGABRT) and self.verdict is None:
+            self._speak(death)  # before the store is asked, which may be gone: a launcher ends this process in moments
         try:
-            spoken = self._store.check([f"complaint/{process.rank}"]) or self._look() is not None
-            left = code is None and self._store.check([f"left/{process.rank}"])
+            spoken = self._store.has(f"complaint/{process.rank}") or self._look() is not None
+            left = code is None and self._store.has(f"left/{process.rank}")
         except RuntimeError:  # the store ended with rank 0: maybe in order, or this rank's loop will complain
             spoken, left = False, code is None
         if not spoken and not left:
-            self._agree(process.died(self.size, cause))
+            self._agree(death)
 
     def _heed(self, death: FirstFailure) -> None:
         """The first failure is known, and this process goes on: its loop will fail, or hangs."""
-        if not self._reported and self._speaks:
-            self._say(str(death))
+        self._speak(death)
         self._take(death)
         if death.rank == self.rank and not self._reported and death.cause.startswith("hangs"):
             with suppress(Exception):
@@ -285,17 +295,55 @@ class DeathWatch:
                 self._say(str(death))
             os._exit(1)
 
-    @property
-    def _speaks(self) -> bool:
+    def _speak(self, death: FirstFailure) -> None:
         """One rank of each host speaks for the ranks that a launcher ends before they can."""
         here = [rank for rank, each in self._processes.items() if each.machine == self._own.machine]
-        return self.rank == min(rank for rank in here if rank not in self._known)
+        if not self._reported and self._spoken != death and self.rank == min(set(here) - set(self._known)):
+            self._spoken = death
+            self._say(str(death))
 
     def _take(self, death: FirstFailure) -> None:
         takes, self._on_death = self._on_death, []
         for take in takes:
             with suppress(Exception):  # a full disk must not hide the failure
                 take(death)
+
+
+class Notes:
+    """The ranks' notes in the store. After its first failure the store is gone, and is not asked again: torch writes a
+    page to the standard error each time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._gone = store, False
+
+    def forget(self) -> None:
+        """The process that holds the store has ended."""
+        self._gone = True
+
+    def _ask(self, call: Callable[..., Answer], *given: Any) -> Answer:
+        if self._gone:
+            raise RuntimeError("the store has ended with the process that held it")
+        try:
+            return call(*given)
+        except RuntimeError:
+            self._gone = True
+            raise
+
+    def set(self, key: str, value: str) -> None:
+        """Write a note."""
+        self._ask(self._store.set, key, value)
+
+    def has(self, key: str) -> bool:
+        """True if there is this note."""
+        return self._ask(self._store.check, [key])
+
+    def get(self, key: str) -> bytes:
+        """Read a note that is there."""
+        return self._ask(self._store.get, key)
+
+    def first(self, key: str, value: str) -> bytes:
+        """The first note of all ranks by this name: `value`, if there was none."""
+        return self._ask(self._store.compare_set, key, "", value)
 
 
 def _of_its_own(store: Store) -> Store | None:
