@@ -26,9 +26,9 @@ _PATIENT_S = 600.0
 
 
 def own_rank() -> int:
-    """This process's rank, by its launcher's variables."""
+    """This process's rank, by its launcher's variables; -1 in a launcher."""
     names = ("POLYTEMPO_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-    return next(int(os.environ[name]) for name in names if name in os.environ)
+    return next((int(os.environ[name]) for name in names if name in os.environ), -1)
 
 
 class Fault:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 MOST_SAID = 400
 """Characters of an exception's message that are kept."""
+MOST_OF_CAUSE = 240
+"""Characters of the cause in the line; the log has all."""
 BEGIN = "first failure: "
 
 
@@ -27,7 +29,7 @@ class FirstFailure(NamedTuple):
         """The line: `first failure: rank 1 of 4 on n2 was killed by SIGKILL; read runs/a/logs/rank-1.log`."""
         where = f" on {self.host}" if self.host else ""
         read = f"; read {self.log}" if self.log else ""
-        line = f"{BEGIN}{self.who}{where} {self.cause}{read}"
+        line = f"{BEGIN}{self.who}{where} {shortened(self.cause, MOST_OF_CAUSE)}{read}"
         return "".join(letter if letter.isprintable() else " " for letter in line)
 
     def as_json(self) -> bytes:
@@ -55,4 +57,9 @@ def in_short(error: BaseException) -> str:
         said = " ".join(str(error).split())
     except Exception:  # a user's exception that has no text
         return ""
-    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID - 1]}…"
+    return shortened(said, MOST_SAID)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning of at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
