@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.jobs.digits import job as digits
+from polytempo.runs.run import join
 
 STEP = 6
 """The fault's step: all ranks have met by then."""
@@ -88,7 +89,7 @@ def fault() -> Fault:
 
 
 def struck_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The job's loss, in which the fault strikes."""
+    """The job's loss, with the fault inside."""
     loss = nn.functional.cross_entropy(output, target)
     return fault().strike(output, loss) if torch.is_grad_enabled() else loss
 
@@ -154,7 +155,7 @@ def stages() -> None:
 
 def joined() -> None:
     """The job as one rank of a launcher's world, with a folder."""
-    pt.join(job, "sync_sgd()", timeout_s=TIMEOUT_S, out=os.environ["FOLDER"] + "/run")
+    join(job, "sync_sgd()", timeout_s=TIMEOUT_S, out=os.environ["FOLDER"] + "/run")
 
 
 LOOPS = {each.__name__: each for each in (replicas, averaged, strict, layers, stages, joined)}

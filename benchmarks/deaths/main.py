@@ -3,7 +3,7 @@
     python benchmarks/deaths/main.py                 all rows; a row a line, the table in runs/deaths/tables.md
     python benchmarks/deaths/main.py --only Slurm    rows with this word
 
-A row passes if the last line of standard error (of a loop's ranks: of each one that could speak, and of one at least)
+A row passes if the last line of standard error (of a loop's ranks: of every rank with a line)
 is "first failure: …" with the culprit's rank, its host, the cause, and a log, and if all processes are gone within the
 deadline of waits plus `PATIENCE_S`. Slurm, Open MPI and torchrun with a static store are emulated: processes with their
 variables, ended as these launchers do. Rows named "torchrun" run the real one.
@@ -115,7 +115,7 @@ class Ended(NamedTuple):
 
     passed: bool
     seconds: float
-    """From the fault to the end of the last process."""
+    """Seconds from the fault to the end of the last process."""
     line: str
     problem: str = ""
 
