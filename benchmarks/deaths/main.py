@@ -72,7 +72,7 @@ CAUSES = {
     "memory": r"was killed for memory: its control group, which allows [\d,]+ MiB",
     "host": r"was (lost with (all )?2 ranks of its host|killed by SIGKILL)",
     "NaN": r"raised NotFinite: .*nan",
-    "shape": r"(raised|failed).*(shape|scalar)",
+    "shape": r"(raised|failed).*(shape|scalar|lengths)",
 }
 
 LOOPS = [
@@ -323,7 +323,7 @@ def launch(row: Row, folder: Path, group: Path | None) -> None:
     except Exception:
         traceback.print_exc()
     events = folder / "run" / "events.jsonl"
-    if '"about":"death"' not in events.read_text().replace('": "', '":"'):
+    if not events.exists() or '"about": "death"' not in events.read_text():
         print("no diagnosis in the stream", file=sys.stderr)
 
 
