@@ -20,8 +20,9 @@ _CALLED = {
     "correct": "correct(output, target)",
     "predictions": "predictions(output, target)",
     "schedule": "schedule(optimizer, steps_per_epoch)",
+    "weight": "weight(batch)",
 }
-_OPTIONAL = ("correct", "predictions", "schedule")
+_OPTIONAL = ("correct", "predictions", "schedule", "weight")
 OF_ROWS = frozenset({"kind", "step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "worker"})
 """Names of other entries of rows."""
 
@@ -118,6 +119,12 @@ class Job:
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
 
     With a parameter server each batch has the rate of its place in the run, whichever worker takes it, and whenever."""
+    weight: Callable[[Any], Any] | None = None
+    """`weight(batch)`: a batch's weight where batches are joined, such as its tokens that count. None: its samples.
+
+    A step's gradient is Σ wᵢ gᵢ / Σ wᵢ over all ranks and micro-batches, where gᵢ is the gradient of a loss that is the
+    mean over wᵢ. Strategies that do not average gradients at each step have it within a worker. A batch that weighs 0
+    is not computed. Cost: 8 bytes a rank in each step, added by a tree before the forward pass."""
     name: str = "job"
     origin: str | None = None
     """Name for `jobs.find`, so that another process can find the job again; a file's path is absolute."""

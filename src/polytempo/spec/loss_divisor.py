@@ -32,6 +32,8 @@ class Divisor(NamedTuple):
     """None: the loss is a sum."""
     usual: bool = False
     """True if it is the number of samples, or a multiple of it, but for targets that torch ignores by default."""
+    of_batch: bool = False
+    """True for a function of a pair (input, target), and not of a target: a job's `weight`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,13 @@ def weights(divisor: Divisor, targets: Sequence[Any]) -> list[float]:
     each = torch.stack([torch.as_tensor(divisor.function(target)).double().reshape(()) for target in targets]).tolist()
     if not min(each) >= 0:
         raise ValueError(f"a loss cannot divide by {min(each):g}; pt.divided_by takes a function of the target")
-    return [one / sum(each) if sum(each) else 1 / len(each) for one in each]
+    return in_sum(each) if divisor.of_batch or sum(each) else [1 / len(each)] * len(each)
+
+
+def in_sum(each: Sequence[float]) -> list[float]:
+    """The part of each number in the sum of all; zeros where the sum is 0."""
+    total = sum(each)
+    return [one / total if total else 0.0 for one in each]
 
 
 def check_by_samples(loss: object, who: str) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
+from polytempo.spec.batch_weight import checked_weight
 from polytempo.spec.job import Job, OfBatch
 from polytempo.spec.job_calls import called, described, who, wrong
-from polytempo.spec.loss_divisor import DividedLoss, divisor_of, weights
+from polytempo.spec.loss_divisor import DividedLoss, Divisor, divisor_of, in_sum, weights
 
-_LOSS, _LOSS_OF_BATCH = "loss(output, target)", "loss(model, batch)"
+_LOSS, _LOSS_OF_BATCH, _WEIGHT = "loss(output, target)", "loss(model, batch)", "weight(batch)"
 _CORRECT, _CORRECT_OF_BATCH = "correct(output, target)", "correct(model, batch)"
 
 
@@ -130,11 +131,24 @@ def loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
 
 def pair_loss(job: Job) -> DividedLoss:
     """`loss_of_pair` of that job, with its divisor."""
-    return DividedLoss(partial(loss_of_pair, job), divisor_of(job.loss))
+    divisor = divisor_of(job.loss) if job.weight is None else Divisor(partial(batch_weight, job), of_batch=True)
+    return DividedLoss(partial(loss_of_pair, job), divisor)
+
+
+def batch_weight(job: Job, batch: Any) -> float:
+    """The batch's weight by the job's `weight`."""
+    assert job.weight is not None
+    given = called(job, _WEIGHT, job.weight, batch, facts=lambda: _facts(batch=batch))
+    try:
+        return checked_weight(given)
+    except ValueError as error:
+        raise ValueError(f"{who(job)}: {error}") from None
 
 
 def part_weights(job: Job, batches: Sequence[Any]) -> list[float] | None:
     """Weights of the losses of a batch's parts in its loss; None: their numbers of samples."""
+    if job.weight is not None:
+        return in_sum([batch_weight(job, batch) for batch in batches])
     if (divisor := divisor_of(job.loss)) is None:
         return None
     whole = isinstance(job.loss, OfBatch)
@@ -143,6 +157,8 @@ def part_weights(job: Job, batches: Sequence[Any]) -> list[float] | None:
 
 def part_weight(job: Job, batch: Any, samples: int) -> float:
     """Divisor of a batch's loss: its weight in the mean over several batches; for a sum, the number of samples."""
+    if job.weight is not None:
+        return batch_weight(job, batch)
     divisor = divisor_of(job.loss)
     if divisor is None or divisor.function is None:
         return samples

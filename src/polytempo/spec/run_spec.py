@@ -31,7 +31,7 @@ _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
 """Values of a job that a program may change after it has found the job by name: they travel with the run."""
-_FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "predictions", "schedule")
+_FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "predictions", "schedule", "weight")
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "norm test": isinstance(growth, NormTest),
         "growth by steps": isinstance(growth, Geometric),
         "job schedule": job.schedule is not None,
+        "weight": job.weight is not None,
     }
     refuse(
         strategy.features | _features_of(options.precision) | {name for name, has in asked.items() if has},

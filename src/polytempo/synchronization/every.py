@@ -38,6 +38,12 @@ def after(step: int, transform: Transform) -> Transform:
     return _timed(Timed(transform, after=step))
 
 
+def has_turn(transform: Transform, state: State) -> bool:
+    """False if `apply` would do nothing with this `state`, because it is the turn of other steps."""
+    timed = transform.apply
+    return not isinstance(timed, Timed) or timed.has_turn(state.step + 1)
+
+
 def meets_at_once(transform: Transform) -> bool:
     """True if `apply_at_once` lets ranks meet before their period is over. Nested periods do not: a step between two
     meetings is not a whole number of the inner period's steps."""
@@ -71,10 +77,14 @@ class Timed:
     def _own_turns(self) -> Steps:
         return self.turns(Steps())
 
+    def has_turn(self, step: int) -> bool:
+        """True if the inner transform acts at this step."""
+        return self._own_turns.has(step)
+
     async def __call__(self, port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
         out: Bundle | None = bundle
-        if self._own_turns.has(step):
+        if self.has_turn(step):
             out, inner = await self.transform.apply(port, bundle, inner)
         return out, PeriodState(step, inner)
 

@@ -26,7 +26,7 @@ from polytempo.partition.branches import Threads
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
-from polytempo.spec.objective import loss_of
+from polytempo.spec.objective import batch_weight, loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
@@ -122,7 +122,8 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
         for each in specs:
             fitted(each.strategy, optimizer_of(job, model, spec.lr))
             check_model(model, each.strategy)
-            check_loss(job.loss, each.strategy)
+            if job.weight is None:
+                check_loss(job.loss, each.strategy)
             if each.strategy.server is not None:
                 ServedProgram(replace(each, job=replace(job, data=lambda path: data)))
             elif each.strategy.schedule is not None:
@@ -138,6 +139,8 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
             device = run_device(spec.options, spec.strategy)
             move_model(model, device)
             job = on_device(spec, device).job
+        if job.weight is not None:
+            batch_weight(job, batch)
         batch = beside(model, batch)
         Threads(inter=spec.options.inter_threads).apply(model)
         masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)

@@ -45,10 +45,12 @@ class StepGradients:
 
         def backward(part: Any, weight: float) -> Tensor:
             loss = self._objective(part)
-            if replica.guard is not None:
+            if replica.guard is not None and weight:
                 replica.guard.loss(loss, replica.step, rank)
             replica.scaled(loss if weight == 1 else weight * loss).backward()
             return loss
 
         replica.optimizer.zero_grad()
-        return batch.computed(backward, self._silent) if isinstance(batch, Pieces) else backward(batch, 1.0)
+        if isinstance(batch, Pieces):
+            return batch.computed(backward, self._silent, together=replica.computes_together)
+        return backward(batch, 1.0)

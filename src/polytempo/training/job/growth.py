@@ -28,7 +28,8 @@ from polytempo.data.shard import DataShard
 from polytempo.large_batch.noise_scale import dynamic_batch
 from polytempo.spec.batch_growth import BatchGrowth, Geometric, NormTest
 from polytempo.spec.job import Job
-from polytempo.spec.objective import part_weights
+from polytempo.spec.loss_divisor import in_sum
+from polytempo.spec.objective import batch_weight, part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
 from polytempo.training.step.noise_watch import NoiseWatch
@@ -44,6 +45,8 @@ class Pieces(NamedTuple):
     pieces: list[BatchSlice]
     weights: list[float] | None = None
     """Weights of their losses in the batch's loss; None: by their samples."""
+    weight: float | None = None
+    """The batch's weight, where it is not its number of samples."""
 
     @property
     def samples(self) -> int:
@@ -55,11 +58,20 @@ class Pieces(NamedTuple):
         """The worker's share of the global batch."""
         return sum(piece.share for piece in self.pieces)
 
-    def computed(self, backward: Backward, silent: Callable[[], AbstractContextManager[None]] = nullcontext) -> Tensor:
-        """The mean loss of the worker's samples; `.grad` is its gradient. `silent`: around all passes but the last."""
+    def computed(
+        self,
+        backward: Backward,
+        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        together: bool = False,
+    ) -> Tensor:
+        """The mean loss of the worker's samples; `.grad` is its gradient. `silent`: around all passes but the last.
+
+        A piece that weighs 0 is not computed, but where ranks compute `together`.
+        """
         total, own = torch.zeros(()), self.share
         each = self.weights or [piece.share / own if own else 1 / len(self.pieces) for piece in self.pieces]
-        counting = [(piece, weight) for piece, weight in zip(self.pieces, each, strict=True) if weight]
+        counting = [(piece, weight) for piece, weight in zip(self.pieces, each, strict=True) if weight or together]
         for number, (piece, weight) in enumerate(counting, start=1):  # a mean of nothing is NaN, and times 0 still is
             with nullcontext() if number == len(counting) else silent():
                 total = total + weight * backward(piece.batch, weight).detach()
@@ -72,6 +84,9 @@ def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
     if found is None:
         return None
     counting = [piece for piece in found if piece.share]
+    if job.weight is not None:
+        each = [batch_weight(job, piece.batch) if piece.share else 0.0 for piece in found]
+        return Pieces(found, in_sum(each), sum(each))
     return Pieces(counting, part_weights(job, [piece.batch for piece in counting])) if counting else Pieces(found)
 
 

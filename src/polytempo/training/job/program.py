@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
@@ -24,11 +25,13 @@ from polytempo.data.spans import num_places
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
+from polytempo.spec.objective import batch_weight
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Score, check_goals
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces
-from polytempo.training.job.sliced_step import next_slices
+from polytempo.training.job.sliced_step import next_slices, weighed_slices
+from polytempo.training.model.agree import share_of
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.holding import Holding
@@ -250,8 +253,9 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
+        weighed = await _weighed(data, context, batch)
         set_user_log(log)  # each time: one process may be many virtual ranks
-        loss = await context.take_step(data, batch, *_weighed(context, batch))
+        loss = await context.take_step(data, *weighed)
         set_user_log(None)
         if port.rank == 0:  # for rows and the summary
             meter.add(loss)
@@ -272,15 +276,23 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     return context.replica.step > first_step
 
 
-def _weighed(context: TrainingContext, batch: Any) -> tuple[int, float | None]:
-    """The number of samples of this rank's batch, and its share of the global batch."""
+async def _weighed(data: Port, context: TrainingContext, batch: Any) -> tuple[Any, int, float | None]:
+    """The batch, the number of its samples, and its share of the global batch."""
     noise, shard = context.replica.noise, context.shard
     pieces = batch if isinstance(batch, Pieces) else None
     if noise is not None:
         noise.samples = shard.local_samples if pieces is None else pieces.samples
-    if pieces is not None:
-        return max(1, pieces.samples), pieces.share
-    return shard.batch_samples, shard.share if shard.slices is None else 1.0
+    if shard.slices is not None:
+        weigh = None if context.job.weight is None else partial(batch_weight, context.job)
+        return await weighed_slices(data, shard.slices, batch, weigh), shard.batch_samples, 1.0
+    if pieces is None:
+        return batch, shard.batch_samples, shard.share
+    if pieces.weight is None:
+        return batch, max(1, pieces.samples), pieces.share
+    strategy = context.spec.strategy
+    always = strategy.schedule is not None or strategy.one_copy == "together"  # or perhaps in a later step
+    share = await share_of(data, pieces.weight) if always or context.replica.exchanges_next() else None
+    return batch, max(1, pieces.samples), share
 
 
 def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:
@@ -297,7 +309,7 @@ def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int
     """The batch of a step, or its slices; None at the end of the epoch."""
     if context.shard.slices is not None:
         return next_slices(context.job, context.shard, batches, context.spec.seed, step)
-    if len(context.shard.own) > 1 or context.options.accumulate > 1:
+    if len(context.shard.own) > 1 or context.options.accumulate > 1 or context.job.weight is not None:
         return next_pieces(context.job, context.shard, batches, context.spec.seed, step)
     if not context.shard.in_memory:
         seed_step(context.spec.seed, rank, step, "data")

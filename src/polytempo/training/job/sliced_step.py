@@ -11,12 +11,15 @@ pass changes, see the slices of one rank after each other; sparse gradients woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from polytempo.collectives import tree
+from polytempo.core import Port
 from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.data.shard import DataShard
 from polytempo.spec.job import Job
@@ -53,6 +56,19 @@ def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
     return found
 
 
+async def weighed_slices(
+    data: Port, number: int, slices: list[BatchSlice], weigh: Callable[[Any], float] | None
+) -> list[BatchSlice]:
+    """The slices, with their shares by another weight than their samples; the same bits for any number of ranks."""
+    if weigh is None:
+        return slices
+    weights = torch.zeros(number, dtype=torch.float64)
+    for piece in slices:
+        weights[piece.number] = weigh(piece.batch) if piece.share else 0.0
+    own, total = weights.clone(), math.fsum((await tree(data, weights)).tolist())  # of each, all ranks but one add 0
+    return [piece._replace(share=float(own[piece.number]) / total if total else 0.0) for piece in slices]
+
+
 class SlicedGradients:
     """Computes the slices of one replica, one after the other, and leaves their weighted sum in `.grad`."""
 
@@ -77,7 +93,7 @@ class SlicedGradients:
         total = along_tree(len(slices), gradient, _added_)
         for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=True)):
             parameter.grad = each if i in used else None
-        own = sum(piece.share for piece in slices)
+        own = sum(piece.share for piece in slices) or 1.0
         return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))
 
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
@@ -89,7 +105,7 @@ class SlicedGradients:
         for parameter in self._parameters:
             parameter.grad = None
         loss = loss_of(self._job, replica.model, piece.batch)
-        if replica.guard is not None:
+        if replica.guard is not None and piece.share:
             replica.guard.loss(loss, replica.step, rank)
         replica.scaled(loss).backward()
         if (changed := _versions(replica.model)) != versions:
@@ -99,7 +115,7 @@ class SlicedGradients:
         for parameter in self._parameters:
             parameter.grad = None
         if not piece.share:  # NaN times 0 would be NaN
-            return loss.detach(), [torch.zeros_like(each) for each in gradients]
+            return torch.zeros_like(loss), [torch.zeros_like(each) for each in gradients]
         torch._foreach_mul_(gradients, piece.share)
         return loss.detach(), gradients
 

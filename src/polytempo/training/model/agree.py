@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import polytempo
+from polytempo.collectives import tree
 from polytempo.core import Bundle, Mismatch, Port, Strategy
 from polytempo.core.bundle import by_kind
 from polytempo.spec.text.plain_values import written
@@ -20,6 +21,7 @@ from polytempo.training.model.ports import Ports, mesh_of
 from polytempo.worlds import ProcessWorld
 
 _NOTHING = "nothing"
+_SHARE_CHANNEL = 1021
 _MAX_BYTES = 64 * 2**20
 
 
@@ -35,6 +37,12 @@ async def gather_json(port: Port, value: Any) -> list[Any]:
     padded[: mine.numel()] = mine
     texts = await port.all_gather(padded)
     return [json.loads(bytes(text[:n].numpy())) for text, n in zip(texts, lengths, strict=True)]
+
+
+async def share_of(port: Port, weight: float) -> float:
+    """This rank's part of all ranks' weights; 0 where all are 0. Cost: 8 bytes up and down a tree."""
+    total = float(await tree(port.on_channel(_SHARE_CHANNEL), torch.tensor([weight], dtype=torch.float64)))
+    return weight / total if total else 0.0
 
 
 def next_series(world: ProcessWorld) -> int:

@@ -15,6 +15,7 @@ from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.job_calls import next_batch, optimizer_of
 from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.growth import Pieces
 from polytempo.training.job.program import TakeStep
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.run_device import beside
@@ -47,7 +48,7 @@ def staged_step(stage: PipelineStage, job: Job) -> TakeStep:
     """A step of the pipeline on one batch. The first stage answers the loss of the batch that is back."""
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor | None:
-        inputs, target = pair_of(job, batch)
+        inputs, target = pair_of(job, batch.pieces[0].batch if isinstance(batch, Pieces) else batch)
         return await stage.reported(await stage.step((inputs,), target, share))
 
     return take_step

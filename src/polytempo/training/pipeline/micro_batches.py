@@ -62,7 +62,8 @@ class MicroBatches:
         layouts: dict[int, dict[str, Layout]] = {}
         found = []
         each = [tree_unflatten([piece[number] for piece in pieces], structure) for number in range(count)]
-        shares = self._shares([target for _, target in each], sizes)
+        whole = self._divisor is not None and self._divisor.of_batch
+        shares = self._shares([((*own, target) if whole else target) for own, target in each], sizes)
         for number, (own, (inputs_of_it, target_of_it)) in enumerate(zip(sizes, each, strict=True)):
             if own not in layouts:
                 layouts[own] = self._layouts_of(inputs_of_it)

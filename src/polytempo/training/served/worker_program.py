@@ -284,7 +284,7 @@ class _TicketWorker:
         """The ticket's batch; in micro-batches where gradients are accumulated."""
         context, place = self._context, (ticket.epoch, ticket.batch)
         passes = context.passes(context.batches.pick(ticket.batch).num_samples)
-        if len(passes) == 1:
+        if len(passes) == 1 and context.job.weight is None:
             return context.batches.at(*place)
         samples, ends, total = context.batches.samples(*place), list(accumulate(passes, initial=0)), sum(passes)
         found = [samples.collated(*bounds) for bounds in pairwise(ends)]

@@ -27,6 +27,7 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
+from polytempo.synchronization.every import has_turn
 from polytempo.training.checkpoint.optimizer_state import begin_states, steps_each_by_itself
 from polytempo.training.model.parted_parameters import check_optimizer, clip_grad_norm_, gradient_norm, own_parameters
 from polytempo.training.model.requirements import fitted
@@ -105,6 +106,16 @@ class Replica:
         self._stateless: set[int] = set()
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
+
+    @property
+    def computes_together(self) -> bool:
+        """True if layers are divided over ranks that see other samples: a pass needs all of these ranks."""
+        return bool(self._data_groups)
+
+    def exchanges_next(self) -> bool:
+        """True if ranks exchange gradients of the coming step, also within divided layers; the same on all ranks."""
+        transform, buckets = self.strategy.gradients, self.buckets
+        return self.computes_together or (self.exchanges_gradients and has_turn(transform, buckets[0].state))
 
     def weigh_layers(self, share: float | None) -> None:
         """Give divided layers the batch's share before a forward pass; it weighs the ranks' gradients in them."""

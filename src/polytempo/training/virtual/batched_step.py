@@ -31,6 +31,8 @@ class BatchedReplicas:
 
     def __init__(self, job: Job, strategy: Strategy, workers: int) -> None:
         check_alone(strategy)
+        if job.weight is not None:
+            refuse({"batched", "weight"}, job=job.name)
         self._matrices = WorkerMatrices(workers)
         self._gradients = GradientPool(job, self._matrices)
         self._updates = UpdatePool(self._matrices, varies=job.schedule is not None)

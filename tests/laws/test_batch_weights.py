@@ -1,0 +1,210 @@
+"""The mean per token: batches of unequally long texts train as their joined batch, for any workers and micro-batches.
+
+gradient of a step     Σ wᵢ gᵢ / Σ wᵢ       i: micro-batches of all workers; wᵢ: the tokens that count
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polytempo as pt
+from laws.catalogue import ROWS, Row
+from polytempo import strategies as s
+from polytempo.core.calls.refusals import Incompatible
+from polytempo.data.plan import permutation
+from some_cases import some_of
+
+WORDS, BATCH, STEPS = 9, 12, 6
+LENGTHS = [1 + (7 * i) % 11 for i in range(31)]
+"""Texts of 1 to 11 words: two batches of 12 texts an epoch, and one of 7."""
+
+
+def texts() -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return [torch.randint(1, WORDS, (length + 1,), generator=drawn) for length in LENGTHS]
+
+
+def padded(samples: list[Tensor], width: int = 0) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([*samples, torch.zeros(width, dtype=torch.int64)], batch_first=True)[:-1]
+    return {"ids": ids[:, :-1], "next": ids[:, 1:], "mask": ids[:, 1:] != 0}
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, 5), nn.Tanh(), nn.Linear(5, WORDS)).double()
+
+
+def mean_of_tokens(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """NaN for a batch without tokens, as torch's cross-entropy."""
+    return nn.functional.cross_entropy(net(batch["ids"])[batch["mask"]], batch["next"][batch["mask"]])
+
+
+def halving(optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+JOB = pt.Job(
+    model=model,
+    data=lambda folder: pt.Data(texts(), texts()[:9], padded),  # type: ignore[arg-type]  # a list is a data set
+    loss=pt.of_batch(mean_of_tokens),
+    optimizer=partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
+    lr=0.3,
+    schedule=halving,
+    weight=tokens,
+)
+
+
+def plain(job: pt.Job = JOB, steps: int = STEPS) -> dict[str, Tensor]:
+    """Plain torch on the joined batches."""
+    torch.manual_seed(0)
+    net, data = job.model(), list(job.data(None).train)
+    optimizer = job.optimizer(net.parameters(), job.lr)
+    schedule = halving(optimizer, 3)
+    for step in range(steps):
+        order = permutation(len(data), 0, step // 3).tolist()[step % 3 * BATCH : (step % 3 + 1) * BATCH]
+        batch = padded([data[i] for i in order])
+        optimizer.zero_grad()
+        if batch["mask"].any():
+            mean_of_tokens(net, batch).backward()
+        optimizer.step()
+        schedule.step()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def simulated(job: pt.Job, strategy: Any, workers: int, folder: Path, **options: Any) -> dict[str, Tensor]:
+    given = {"global_batch_size": BATCH, "steps": STEPS, "threads": 1, "checkpoint_every": STEPS, "out": folder}
+    pt.simulate(job, strategy, workers, **given | options)
+    found: dict[str, Tensor] = pt.training.checkpoint_model(folder)
+    return found
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.joined], ids=lambda row: str(row.make()))
+def test_strategies_that_average(row: Any, workers: int, accumulate: int, tmp_path: Path) -> None:
+    check(simulated(JOB, row.make(), workers, tmp_path, accumulate=accumulate), plain())
+
+
+PAIRS = replace(
+    JOB,
+    data=lambda folder: pt.Data(texts(), texts()[:9], pairs),  # type: ignore[arg-type]  # a list is a data set
+    loss=lambda output, target: nn.functional.cross_entropy(output[target != 0], target[target != 0]),
+    weight=lambda batch: (batch[1] != 0).sum(),
+)
+"""The same training, with batches of inputs and targets."""
+
+
+def pairs(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    batch = padded(samples, width=12)  # `hybrid` takes batches of equal shapes
+    return batch["ids"], batch["next"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("sync_sgd(route=invariant(slices=6))", 3),
+        ("shared_memory()", 2),
+        ("gpipe(2, 3)", 2),
+        ("one_f_one_b(2, 2)", 4),
+        (s.split({"2": "row"}, parts=2), 2),
+        ("backup_workers(backups=0)", 1),
+    ],
+)
+def test_other_layouts(strategy: Any, workers: int, tmp_path: Path) -> None:
+    """Slices, one copy, stages with replicas, layers in parts, and a server with one worker."""
+    given: dict[str, Any] = {} if "backup" not in str(strategy) else {"batch_size": BATCH, "global_batch_size": None}
+    check(simulated(PAIRS, strategy, workers, tmp_path, **given), plain())
+
+
+def test_workers_that_weigh_nothing(tmp_path: Path) -> None:
+    """Most texts have no word that counts, so some workers have none in a step, and in some steps all have none. Their
+    losses would be NaN, and are not computed."""
+    few = [text if i % 9 == 0 else torch.tensor([1, 0]) for i, text in enumerate(texts())]
+    job = replace(JOB, data=lambda folder: pt.Data(few, None, padded))  # type: ignore[arg-type]  # a list is a data set
+    assert not padded([few[i] for i in permutation(31, 0, 0)[:4]])["mask"].any()
+    for accumulate in (1, 2):
+        check(simulated(job, "sync_sgd()", 3, tmp_path / str(accumulate), accumulate=accumulate), plain(job))
+
+
+@pytest.mark.parametrize("row", some_of([row for row in ROWS if not row.joined], 0), ids=lambda row: str(row.make()))
+def test_strategies_with_other_rules(row: Row) -> None:
+    """A worker's gradient is its own mean per token; the strategy then does what it does with unequal batches."""
+    strategy = row.make()
+    given: dict[str, Any] = {"batch_size": BATCH // 4, "steps": STEPS, "threads": 1}
+    if code := next((code for name, code in REFUSED.items() if name in strategy.features), None):
+        with pytest.raises(Incompatible, match=code):
+            pt.simulate(PAIRS, strategy, 4, **given, accumulate=3)
+        return
+    whole, cut = (pt.simulate(PAIRS, strategy, 4, **given, accumulate=k) for k in (1, 3))
+    assert (cut.loss, cut.train_loss) == pytest.approx((whole.loss, whole.train_loss), rel=1e-12)
+
+
+REFUSED = {"stages": "PT1526", "slices": "PT1527", "helping": "PT15(28|31)"}
+
+
+def test_steps_without_exchange_exchange_no_weight() -> None:
+    """Bytes a worker sends for weights: 8, at the steps of its gradients."""
+
+    def sent(strategy: str, job: pt.Job) -> float:
+        given: dict[str, Any] = {"global_batch_size": BATCH, "steps": STEPS, "threads": 1}
+        return pt.simulate(job, strategy, 2, **given).bytes_sent_per_rank
+
+    by_samples = replace(JOB, weight=None)
+    for strategy, steps in (("sync_sgd()", 6), ("post_local_sgd(2, period=2)", 2), ("local_sgd(period=2)", 0)):
+        assert sent(strategy, JOB) - sent(strategy, by_samples) == 8 * steps
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [
+        (lambda batch: math.nan, "nan"),
+        (lambda batch: -2, "-2"),
+        (lambda batch: torch.tensor(math.inf), "inf"),
+        (lambda batch: batch["mask"], r"shape \(6, "),
+        (lambda batch: "three", "'three'"),
+    ],
+)
+def test_weights_that_are_none(weight: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=rf"job job: weight\(batch\) returned .*{shown}.*; expected a number from 0"):
+        pt.simulate(replace(JOB, weight=weight), "sync_sgd()", 2, global_batch_size=BATCH, steps=1)
+
+
+def test_refusals() -> None:
+    with pytest.raises(Incompatible, match="PT1324"):
+        pt.simulate(JOB, "sync_sgd()", 2, batched=True, steps=1)
+    with pytest.raises(ValueError, match="weight is 3; expected a function, called as weight"):
+        replace(JOB, weight=3)  # type: ignore[arg-type]  # the test is about it
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options"),
+    [
+        ("sync_sgd()", 3, {"accumulate": 4}),
+        ("sync_sgd()", 2, {"min_workers": 1}),
+        ("shared_memory()", 2, {"accumulate": 2}),
+        ("gpipe(2, 3)", 2, {}),
+        ('hybrid("2")', 2, {"accumulate": 2}),
+    ],
+)
+def test_jobs_on_processes(strategy: str, workers: int, options: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"global_batch_size": BATCH, "threads": 1, "out": tmp_path, **options}
+    pt.run(PAIRS, strategy, workers, steps=4, **given)
+    pt.run(PAIRS, strategy, workers, steps=STEPS, resume=True, **given)
+    check(pt.training.checkpoint_model(tmp_path), plain())
