@@ -48,7 +48,8 @@ def points(folder: Path) -> Points:
 def tensorboard(folder: Path) -> Points:
     """The numbers that TensorBoard finds."""
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+    scalars = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    return {tag.removeprefix("x-axes/"): {each.step: each.value for each in all_} for tag, all_ in scalars.items()}
 
 
 def alike(found: Points, expected: Points) -> bool:

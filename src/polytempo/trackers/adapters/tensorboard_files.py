@@ -30,7 +30,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from polytempo.report.status.records import LoggedImage, LoggedText, RunFinished, StreamRecord
-from polytempo.trackers.tracker import TrackedRun
+from polytempo.trackers.tracker import AXES, TrackedRun
 from polytempo.trackers.words import sentence
 
 _SCORES = ("test/accuracy", "test/loss", "train/loss")
@@ -66,7 +66,9 @@ class TensorBoardFiles:
     def log(self, row: Mapping[str, float], step: int) -> None:
         """Scalars of a step."""
         self._step = step
-        self._write(Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()]), step)
+        tags = {name: f"x-axes/{name}" if name.partition("/")[0] in AXES else name for name in row}  # after the losses
+        values = [Summary.Value(tag=tags[name], simple_value=value) for name, value in row.items()]
+        self._write(Summary(value=values), step)
 
     def event(self, event: StreamRecord) -> None:
         """A picture, a text, or an event of the run as a text."""
