@@ -18,9 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import polytempo as pt
 from laws.test_observation import TESTS, job
+from polytempo.engines.processes.worker import Result
 from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.records import Logged, RunFinished, StreamRecord, TestRow, TrainRow, record_of
 from polytempo.trackers import TrackedRun, scalars, tracked
+from polytempo.worlds import ProcessWorld
+from process.crew import together
 from waiting import soon
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -181,3 +184,35 @@ def test_a_killed_launcher_leaves_a_readable_run(tmp_path: Path) -> None:
     assert soon(lambda: "failed: the launcher was killed" in ended(), 200)
     assert alike(tensorboard(out), points(out))
     assert json.loads((out / "trackers" / "tensorboard.json").read_text())["steps"]["train/None"] > 0
+
+
+def test_a_loop_shows_its_own_numbers_texts_and_pictures(tmp_path: Path) -> None:
+    """Rank 0 tracks; the run ends with `detach`."""
+
+    def work(world: ProcessWorld) -> Result:
+        seen, model = Seen(), torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = pt.attach(model, optimizer, world=world, out=tmp_path / "loop", trackers=[seen, "tensorboard"])
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+            handle.log(perplexity=2.5 * handle.step)
+        handle.log_text("note", "a & b")
+        handle.log_image("square", torch.zeros(2, 4, 3))
+        handle.detach()
+        return [seen.points, [type(event).__name__ for event in seen.events], [end.state for end in seen.ends]]
+
+    tracked_by_rank_0, nothing = together(2, work, timeout_s=250)
+    assert tracked_by_rank_0[0] == {"perplexity": {"1": 2.5, "2": 5.0, "3": 7.5}}
+    assert tracked_by_rank_0[1:] == [["LoggedText", "LoggedImage"], ["finished"]]
+    assert nothing == [{}, [], []]
+    assert tensorboard(tmp_path / "loop") == {"perplexity": {1: 2.5, 2: 5.0, 3: 7.5}}
+    [picture] = EventAccumulator(str(tmp_path / "loop" / "tensorboard")).Reload().Images("square")
+    assert (picture.height, picture.width) == (2, 4)
+
+
+def test_trackers_of_a_loop_need_a_folder() -> None:
+    model = torch.nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"give out=… as well, and log with handle\.log"):
+        pt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), trackers="tensorboard")

@@ -17,7 +17,7 @@ import msgspec
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.event_log import finish_of
-from polytempo.report.status.records import RunFinished
+from polytempo.report.status.records import RunFinished, RunStarted
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.tracker_call import TrackerCall
 from polytempo.trackers.feed import TrackerFeed
@@ -41,16 +41,37 @@ def tracked(spec: RunSpec, world: str) -> Iterator[None]:
     if not trackers or out is None:
         yield
         return
-    run = facts_of(spec, out, world)
-    if not spec.options.resume:
+    with tracking(facts_of(spec, out, world), trackers, out):
+        yield
+
+
+@contextmanager
+def tracked_loop(start: RunStarted, trackers: Sequence[Any], out: Place, *, resumed: bool) -> Iterator[None]:
+    """The same for a loop of one's own, from the folder that it logs into."""
+    if not trackers:
+        yield
+        return
+    settings: dict[str, str | int | float | bool] = {
+        "job": start.job,
+        "strategy": start.strategy,
+        "workers": start.workers,
+    }
+    with tracking(_facts(start, out, settings, resumed=resumed), trackers, out):
+        yield
+
+
+@contextmanager
+def tracking(run: TrackedRun, trackers: Sequence[Any], out: Place) -> Iterator[None]:
+    """Feed the trackers of `run`; see `tracked`."""
+    if not run.resumed:
         files.remove(out / "metrics.jsonl")  # of another run; trackers must not read it
-    with _Tracking(run, _by_name(trackers), _log(out)) as tracking:
+    with _Tracking(run, _by_name(trackers), _log(out)) as feeds:
         try:
             yield
         except BaseException as error:
-            tracking.finish = finish_of(error)
+            feeds.finish = finish_of(error)
             raise
-        tracking.finish = finish_of(None)
+        feeds.finish = finish_of(None)
 
 
 def facts_of(spec: RunSpec, out: Place, world: str) -> TrackedRun:
@@ -64,19 +85,33 @@ def facts_of(spec: RunSpec, out: Place, world: str) -> TrackedRun:
     settings |= {} if spec.epochs is None else {"epochs": spec.epochs}
     for name in ("resume", "out"):
         settings.pop(name, None)
-    folder = out.absolute() if isinstance(out, Path) else out
-    return TrackedRun(
-        name=folder.name,
-        folder=str(folder),
+    start = RunStarted(
         job=spec.job.name,
         strategy=str(spec.strategy),
         world=world,
         workers=spec.workers,
-        settings=settings,
-        began_s=time.time(),
         steps=options.steps,
         epochs=spec.epochs,
-        resumed=options.resume,
+    )
+    return _facts(start, out, settings, resumed=options.resume)
+
+
+def _facts(
+    start: RunStarted, out: Place, settings: dict[str, str | int | float | bool], *, resumed: bool
+) -> TrackedRun:
+    folder = out.absolute() if isinstance(out, Path) else out
+    return TrackedRun(
+        name=folder.name,
+        folder=str(folder),
+        job=start.job,
+        strategy=start.strategy,
+        world=start.world,
+        workers=start.workers,
+        settings=settings,
+        began_s=time.time(),
+        steps=start.steps,
+        epochs=start.epochs,
+        resumed=resumed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from weakref import ref
 
@@ -19,7 +20,9 @@ from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
+from polytempo.spec.tracker_call import trackers_of
 from polytempo.strategies import sync_sgd
+from polytempo.trackers.table import check_libraries
 from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
 from polytempo.training.hooks.attached_models import set_handle
 from polytempo.training.hooks.drift_watch import OnDrift
@@ -54,6 +57,7 @@ def attach(
     batch_size: int | None = None,
     precision: Precision | str | None = None,
     out: str | Path | UrlPath | None = None,
+    trackers: Sequence[object] | str = (),
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
 
@@ -87,11 +91,13 @@ def attach(
     overflow). `seed`: equal on all ranks. `threads`, `inter_threads`: of this rank. `noise_scale`: steps between looks
     at it, with the rank's `batch_size`. `precision`: 16-bit parameters. `world`: by default from `pt.init()`.
 
-    `out`: a folder for `handle.log`, `pt.log` and the run's stream, which rank 0 holds until `detach`.
+    `out`: a folder for `handle.log`, `pt.log` and the run's stream, which rank 0 holds until `detach`. `trackers` show
+    it meanwhile, as in `RunOptions`.
 
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.
     """
+    shown = _shown(trackers, out)
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
     noise, served = _probe(noise_scale, batch_size), strategy.server is not None
     options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits)
@@ -99,16 +105,28 @@ def attach(
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = branched.apply(model)
     if out is not None:
-        _log_into(place(out), handle, model, strategy)
+        _log_into(place(out), handle, model, strategy, shown)
     return handle
 
 
-def _log_into(out: Place, handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy) -> None:
+def _shown(trackers: object, out: object) -> tuple[object, ...]:
+    """The trackers of the loop, each with its library here."""
+    found = trackers_of(trackers)
+    if found and out is None:
+        raise ValueError("trackers read the loop's folder; give out=… as well, and log with handle.log")
+    check_libraries(found)
+    return found
+
+
+def _log_into(
+    out: Place, handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, trackers: tuple[object, ...]
+) -> None:
     """Let rank 0 write the loop's log into the folder `out`."""
     world, folder = handle.world, None
     if world.rank == 0:
         name = type(model).__name__
-        folder = LoopFolder(out, RunStarted(job=name, strategy=str(strategy), world="process", workers=world.size))
+        start = RunStarted(job=name, strategy=str(strategy), world="process", workers=world.size)
+        folder = LoopFolder(out, start, trackers)
     here = ref(handle)  # a handle's hooks keep it alive, and nothing else must
     log = UserLog(None if folder is None else folder.record, out, lambda: getattr(here(), "step", 0))
     handle.loop_log.begin(log, folder)

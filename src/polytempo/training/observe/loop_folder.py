@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ from polytempo.core.system.url_path import Place
 from polytempo.report.status.event_log import logged
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted
+from polytempo.trackers.tracked import tracked_loop
 from polytempo.training.observe.user_log import UserLog, set_user_log
 
 
@@ -20,8 +22,8 @@ class LoopFolder:
     They are new ones, unless the loop has loaded a state: then rows up to its step stay. Errors: `FolderTaken`.
     """
 
-    def __init__(self, out: Place, start: RunStarted) -> None:
-        self._out, self._start = out, start
+    def __init__(self, out: Place, start: RunStarted, trackers: Sequence[Any] = ()) -> None:
+        self._out, self._start, self._trackers = out, start, trackers
         self._stack = ExitStack()
         self._stack.enter_context(held(files.run_folder(out)))
         self._writer: MetricsWriter | None = None
@@ -47,6 +49,7 @@ class LoopFolder:
     def _opened(self) -> MetricsWriter:
         if self._writer is None:
             resume = self._resumed_at is not None
+            self._stack.enter_context(tracked_loop(self._start, self._trackers, self._out, resumed=resume))
             self._stack.enter_context(logged(self._out, self._start, resume=resume))
             writer = MetricsWriter(self._out / "metrics.jsonl", resumed_at=self._resumed_at)
             self._writer = self._stack.enter_context(writer)
