@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.metrics import METRICS, read_rows
+from polytempo.report.status.records import LoggedImage, StreamRecord, record_of
 from polytempo.spec.result import Result
 from polytempo.worlds.trace import Event
 
+_LOGGED = frozenset({"log", "text", "image", "diagnosis"})
+_MOST_PICTURES, _MOST_PICTURE_BYTES = 12, 256 << 10
+"""On a page."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _TYPES: dict[str, Any] = get_type_hints(Result) | {
@@ -31,6 +35,15 @@ _TYPES: dict[str, Any] = get_type_hints(Result) | {
 """Types of a result's entries. A result of an earlier version may lack some."""
 
 
+class Picture(NamedTuple):
+    """The last picture of a name."""
+
+    name: str
+    step: int
+    content: bytes
+    """A PNG file."""
+
+
 class RunRecord(NamedTuple):
     """One run: its `result.json`, the rows of its `metrics.jsonl` and the events of its `trace.json`."""
 
@@ -39,6 +52,9 @@ class RunRecord(NamedTuple):
     events: list[Event]
     dropped: int = 0
     """Operations at the beginning that the trace does not hold."""
+    logged: Sequence[StreamRecord] = ()
+    """The user's own numbers and texts, and diagnoses."""
+    pictures: Sequence[Picture] = ()
     name: str = ""
     """The user's own name for it, which tells runs with equal strategies and workers apart."""
 
@@ -57,8 +73,29 @@ def load_run(folder: Place) -> RunRecord:
     result = load_result(folder)
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     events, dropped = read_events(trace) if trace.is_file() else ([], 0)
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    return RunRecord(result, rows, events, dropped)
+    rows = read_rows(metrics) if metrics.is_file() else []
+    own = [row for row in rows if row.get("kind") in _LOGGED]
+    with as_written(metrics, "a logged row"):
+        logged = [found for row in own if (found := record_of(row)) is not None]
+    return RunRecord(
+        result,
+        [row for row in rows if row.get("kind") in METRICS],
+        *(events, dropped),
+        logged=tuple(each for each in logged if not isinstance(each, LoggedImage)),
+        pictures=_pictures(folder, logged),
+    )
+
+
+def _pictures(folder: Place, logged: Sequence[StreamRecord]) -> tuple[Picture, ...]:
+    """The last picture of each of the first names that can be read and has a page's size."""
+    last = {each.name: each for each in logged if isinstance(each, LoggedImage)}
+    found = list[Picture]()
+    for each in list(last.values())[:_MOST_PICTURES]:
+        with suppress(OSError):
+            content = files.read(folder / each.path, _MOST_PICTURE_BYTES + 1)
+            if len(content) <= _MOST_PICTURE_BYTES and content.startswith(b"\x89PNG\r\n"):
+                found.append(Picture(each.name, each.step, content))
+    return tuple(found)
 
 
 def load_result(folder: Place) -> dict[str, Any]:

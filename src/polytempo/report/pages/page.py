@@ -8,7 +8,7 @@ from html import escape
 from polytempo.core.system.files import replace
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages import layer_parts as parts
-from polytempo.report.pages import noise, served, stages
+from polytempo.report.pages import noise, own_numbers, served, stages
 from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.pages.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.pages.headline import headline, remarks
@@ -26,6 +26,8 @@ _SIMULATED = (
     "of this computer."
 )
 
+_MOST_NAMED = 5
+
 
 def write_report(path: Place, runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) -> None:
     """Write the page about `runs` (at least one) to `path`, complete or not at all. `notes` stand below its finding."""
@@ -37,7 +39,13 @@ def write_report(path: Place, runs: Sequence[RunRecord], *, title: str, notes: S
 def page(runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) -> str:
     """The page as HTML, with plotly.js and the figures in it, gzipped: about 0.6 MB."""
     figures: dict[str, Figure] = {}
-    sections = _curves(runs, figures) + _noise(runs, figures) + _bars(runs, figures) + _servers(runs, figures)
+    sections = (
+        _curves(runs, figures)
+        + _own(runs, figures)
+        + _noise(runs, figures)
+        + _bars(runs, figures)
+        + _servers(runs, figures)
+    )
     sections += _stages(runs, figures) + _parts(runs, figures) + _timelines(runs, figures)
     body = f"""{_findings(runs, notes)}
 {_summary(runs)}
@@ -103,6 +111,25 @@ def _curve_card(runs: Sequence[RunRecord], figures: dict[str, Figure], quantity:
     note = plots.left_out(runs, quantity, over)
     caption = f"{note} A double click shows all of it." if note else ""
     return _card(figures, f"{quantity}-{over}", heading, caption, figure, lines=True)
+
+
+def _own(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    """The user's own numbers, pictures and texts."""
+    if not any(map(own_numbers.has_own, runs)):
+        return ""
+    named = own_numbers.names(runs)
+    cards = [
+        _card(figures, f"own-{number}", name, "", own_numbers.own_curves(runs, name), lines=True)
+        for number, name in enumerate(named[: own_numbers.MOST_CHARTS])
+    ]
+    more = len(named) - len(cards)
+    said = f"{more} more are in metrics.jsonl. " if more > 0 else ""
+    if len(runs) == 1 and cards and (marks := own_numbers.marks(runs[0])):
+        said += "Dotted: " + "; ".join(f"step {step:,}, {text}" for step, text in marks[:_MOST_NAMED]) + "."
+    charts = f'<div class="grid">{"".join(cards)}</div>' if cards else ""
+    key = _run_key(runs, own_numbers.has_own) if len(runs) > 1 else ""
+    shown = own_numbers.pictures(runs) + own_numbers.texts(runs)
+    return f"<h2>Your own numbers</h2><p>{escape(said)}</p>{key}{charts}{shown}"
 
 
 def _noise(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
