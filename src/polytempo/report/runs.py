@@ -18,7 +18,7 @@ from polytempo.worlds.trace import Event
 
 _LOGGED = frozenset({"log", "text", "image", "diagnosis"})
 _MOST_PICTURES, _MOST_PICTURE_BYTES = 12, 256 << 10
-"""On a page."""
+"""Bounds of one page."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _TYPES: dict[str, Any] = get_type_hints(Result) | {

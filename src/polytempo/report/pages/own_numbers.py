@@ -72,7 +72,7 @@ def pictures(runs: Sequence[RunRecord]) -> str:
             source = f"data:image/png;base64,{b64encode(picture.content).decode()}"
             look = "max-width:100%;min-width:8rem;image-rendering:pixelated"
             image = f'<img src="{source}" alt="{said}" style="{look}">'
-            shown.append(f'<figure class="card">{image}<figcaption>{said}</figcaption></figure>')
+            shown.append(f'<figure class="card" style="margin:0">{image}<figcaption>{said}</figcaption></figure>')
     return f'<div class="grid">{"".join(shown)}</div>' if shown else ""
 
 
@@ -86,12 +86,12 @@ def texts(runs: Sequence[RunRecord]) -> str:
             cut = each.text[:_MOST_SHOWN] + (" …" if len(each.text) > _MOST_SHOWN else "")
             rows.append(
                 f'<tr>{of_run}<td>{html.escape(each.name)}</td><td class="number">{each.step:,}</td>'
-                f'<td style="white-space:pre-wrap">{html.escape(cut)}</td></tr>'
+                f'<td style="white-space:pre-wrap;text-align:left">{html.escape(cut)}</td></tr>'
             )
     if not rows:
         return ""
     run_head = "" if len(runs) == 1 else "<th>Run</th>"
-    head = f'<tr>{run_head}<th>Text</th><th class="number">Step</th><th></th></tr>'
+    head = f'<tr>{run_head}<th>Text</th><th class="number">Step</th><th style="text-align:left">Content</th></tr>'
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
