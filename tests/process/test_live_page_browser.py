@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder of four runs: one that goes on, one that failed, a real one and its simulation."""
+    """A folder of four runs: a running one, a failed one, a real one and its simulation."""
     root = tmp_path / "runs"
     write_run(root / "digits-async", strategy="async_sgd()", state="running", served=True, number=2)
     write_run(root / "digits-failed", strategy="gossip()", state="failed", why="out of memory on n2")

@@ -250,6 +250,20 @@ def test_columns_follow_a_run_that_grows(tmp_path: Path) -> None:
     assert set(columns.workers) == {0, 1}
 
 
+def test_a_long_run_comes_in_parts(tmp_path: Path) -> None:
+    """Each look takes a mebibyte of rows; all rows are taken once, also of a run that has ended."""
+    folder = write_run(tmp_path / "run")
+    row = {"kind": "train", "loss": 1.0, "seconds": 1.0, "more": "x" * 900}
+    lines = [json.dumps(row | {"step": step}) for step in range(1, 4001)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    columns = RunColumns(folder)
+    looks = 0
+    while columns.look(within_s=0.0):
+        looks += 1
+    assert (looks, columns.num_rows, columns.ended, columns.behind) == (4, 4000, True, False)
+    assert len(columns.marks) == 4
+
+
 def test_a_log_is_searched_and_steers_no_terminal(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", log="one\nTWO <b>\x1b[2J\nthree two\n")
     assert [log["name"] for log in logs_of(folder)] == ["worker-0.log", "worker-1.log"]

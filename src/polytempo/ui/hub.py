@@ -24,6 +24,8 @@ from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, top
 
 LOOK_S = 1.0
 """The least time between two looks at a run's files."""
+_READ_S = 0.7
+"""The longest time of one look: a run of a million rows comes in parts."""
 _MOST_WATCHES, _MOST_VIEWS = 100, 256
 _NO_SPAN = (None, None)
 
@@ -44,11 +46,11 @@ class Watch:
 
     def look(self) -> None:
         """Read the news, if the last look is a second ago."""
-        if time.monotonic() - self._looked_s < LOOK_S:
+        if time.monotonic() - self._looked_s < (LOOK_S - _READ_S if self.columns.behind else LOOK_S):
             return
         try:
             self.status = read_status(self.folder)
-            self.columns.look()
+            self.columns.look(_READ_S)
             self.problem = ""
         except (ValueError, OSError, RecursionError) as error:
             self.problem = str(error)[:500]
@@ -166,6 +168,7 @@ class Hub:
                 "axis": axis,
                 "axes": axes,
                 "rows": columns.num_rows,
+                "behind": columns.behind,
                 "curves": {quantity: found for quantity, found in curves.items() if found},
                 "marks": columns.marks,
                 "logged": columns.logged,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from typing import Any
 
@@ -20,6 +21,7 @@ QUANTITIES = ("loss", "accuracy", "samples_per_s", "idle_share", "staleness", "n
 """Quantities of rows that curves show; the user's own numbers follow them."""
 _MOST_MARKS, _MOST_OWN, _MOST_RECENT = 100, 32, 240
 _AXES_OF_ROWS = AXES[:-1]
+_MOST_BYTES = 1 << 20
 
 
 class RunColumns:
@@ -29,7 +31,7 @@ class RunColumns:
     """
 
     def __init__(self, folder: Place) -> None:
-        self._stream = RunStream(folder)
+        self._stream = RunStream(folder, _MOST_BYTES)
         self._columns: dict[str, dict[str, array[float]]] = {"train": {}, "test": {}, "log": {}}
         self._last_seconds, self._last_step = 0.0, 0
         self.started: RunStarted | None = None
@@ -51,12 +53,21 @@ class RunColumns:
         """True if no record will come."""
         return self._stream.ended
 
-    def look(self) -> bool:
-        """Take the new records; True if there are any."""
-        found = self._stream.look()
-        for record in found:
-            self._take(record)
-        return bool(found)
+    @property
+    def behind(self) -> bool:
+        """True if the last look left rows for the next one."""
+        return self._stream.behind
+
+    def look(self, within_s: float = math.inf) -> bool:
+        """Take the new records, as many as there is time for; True if there are any."""
+        until_s, some = time.monotonic() + within_s, False
+        while True:
+            found = self._stream.look()
+            some |= bool(found)
+            for record in found:
+                self._take(record)
+            if not self.behind or time.monotonic() >= until_s:
+                return some
 
     def _take(self, record: StreamRecord) -> None:
         if isinstance(record, TrainRow | TestRow):

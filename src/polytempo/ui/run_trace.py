@@ -146,7 +146,11 @@ def _last_steps(events: Sequence[Event]) -> list[Event]:
     if len({event.rank for event in inside}) < len(ranks):  # ranks with a server are at steps of their own
         own = [event for event in inside if event.rank == busiest]
         begin_s, end_s = min(event.start_s for event in own), max(event.end_s for event in own)
-        inside = [event for event in events if event.start_s < end_s and event.end_s > begin_s]
+        inside = [
+            event._replace(start_s=max(begin_s, event.start_s), end_s=min(end_s, event.end_s))
+            for event in events
+            if event.start_s < end_s and event.end_s > begin_s
+        ]
     return [event for event in inside if event.rank in ranks][-MOST_BARS:]
 
 

@@ -27,12 +27,17 @@ class MetricsFollower:
         self.path = metrics
         self._show, self._every_s = show, every_s
         self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
+        self.behind = False
+        """True if the last look left rows for the next one."""
         if not earlier:
             with suppress(OSError), self._opened() as (stream, self._file):
                 self._read_bytes = stream.seek(0, os.SEEK_END)
 
-    def look(self, *, last: bool = False) -> None:
-        """Show the rows since the last look. `last`: look now, without waiting for `every_s`."""
+    def look(self, *, last: bool = False, most_bytes: int | None = None) -> None:
+        """Show the rows since the last look. `last`: look now, without waiting for `every_s`.
+
+        most_bytes: show the rows of so many bytes, and leave the others for the next look. None: all.
+        """
         now_s = time.monotonic()
         if now_s < self._look_at_s and not last:
             return
@@ -41,7 +46,11 @@ class MetricsFollower:
             if file != self._file or stream.seek(0, os.SEEK_END) < self._read_bytes:
                 self._file, self._read_bytes = file, 0
             stream.seek(self._read_bytes)
-            whole_lines, newline, _ = stream.read().rpartition(b"\n")
+            content = stream.read(-1 if most_bytes is None else most_bytes)
+            if most_bytes is not None and b"\n" not in content:
+                content += stream.readline()
+            self.behind = bool(stream.read(1))
+            whole_lines, newline, _ = content.rpartition(b"\n")
             self._read_bytes += len(whole_lines) + len(newline)
             for line in whole_lines.splitlines():
                 self._show(json.loads(line))

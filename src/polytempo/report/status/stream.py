@@ -47,10 +47,14 @@ def follow(run: str | Path | UrlPath, every_s: float = 1.0) -> Iterator[StreamRe
 
 
 class RunStream:
-    """The place of one reader in the stream of the run `run`. Each `look` gives the records since the last one."""
+    """The place of one reader in the stream of the run `run`. Each `look` gives the records since the last one.
 
-    def __init__(self, run: str | Path | UrlPath) -> None:
-        self._run = place(run)
+    most_bytes: a look reads rows of at most so many bytes, so a long run comes in parts, the first of them with all
+    records that are not rows. None: all.
+    """
+
+    def __init__(self, run: str | Path | UrlPath, most_bytes: int | None = None) -> None:
+        self._run, self._most_bytes = place(run), most_bytes
         self._lines: dict[Place, list[dict[str, Any]]] = {}
         self._metrics, self._events = (self._follower(name) for name in ("metrics.jsonl", event_log.FILE))
         self._news = StatusNews()
@@ -59,9 +63,14 @@ class RunStream:
         self.ended = False
         """True if no record will come: the run has ended, or its launcher is gone."""
 
+    @property
+    def behind(self) -> bool:
+        """True if the last look left rows for the next one."""
+        return self._metrics.behind
+
     def look(self) -> list[StreamRecord]:
         """The new records: rows in the order of their file after the last start, then other records."""
-        if self.ended:
+        if self.ended and not self.behind:
             return []
         if not (self._run / event_log.FILE).exists():
             return self._of_status()
@@ -99,7 +108,7 @@ class RunStream:
         lines = self._lines[follower.path]
         lines.clear()
         try:
-            follower.look(last=True)
+            follower.look(last=True, most_bytes=None if follower is self._events else self._most_bytes)
             records = [record_of(line) for line in lines]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{follower.path}: {error}; remove that line to read the others") from error

@@ -110,7 +110,7 @@ export function runPage(id, parameters) {
 
   function drawCurves() {
     chooser.show(curves.axes, curves.axis);
-    setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows` : "No row of metrics yet");
+    setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows${curves.behind ? ", reading more" : ""}` : "No row of metrics yet");
     const place = { seconds: "at_s", step: "step" }[curves.axis];
     const marks = place ? curves.marks.map((mark) => ({ kind: mark.kind, x: mark[place], text: mark.text })) : [];
     for (const [quantity, found] of Object.entries(curves.curves)) {
