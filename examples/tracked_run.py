@@ -1,14 +1,18 @@
 """A run in TensorBoard, and in a tracker of your own.
 
     python examples/tracked_run.py
-    tensorboard --logdir runs/tracked_run
 
-The same from the command line: polytempo train digits --track tensorboard
+The same from the command line, in a folder that stays:
+
+    polytempo train digits --out runs/first --track tensorboard
+    tensorboard --logdir runs
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import polytempo as pt
 from polytempo.report.status.records import RunFinished, StreamRecord
@@ -35,11 +39,9 @@ class BestLoss:
 
 
 if __name__ == "__main__":
-    pt.run(
-        "digits",
-        pt.strategies.local_sgd(period=8),
-        workers=2,
-        epochs=3,
-        out="runs/tracked_run",
-        trackers=[pt.trackers.tensorboard(), BestLoss()],
-    )
+    with tempfile.TemporaryDirectory() as folder:  # a folder of your own stays: out="runs/first"
+        trackers = [pt.trackers.tensorboard(), BestLoss()]
+        pt.run(
+            "digits", pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=f"{folder}/first", trackers=trackers
+        )
+        print("tensorboard --logdir runs shows", *(file.name for file in Path(folder).glob("first/tensorboard/*")))
