@@ -136,6 +136,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.look.report"): TORCH,
     ("cli/main.py", "polytempo.cli.look.runs"): TORCH,
     ("cli/main.py", "polytempo.cli.run.compress"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.init"): TORCH,
     ("cli/main.py", "polytempo.cli.run.trained"): TORCH,
     ("training/observe/trained_model.py", "onnx"): "an extra: only export to ONNX needs it",
     ("training/observe/trained_model.py", "onnxscript"): "an extra: only export to ONNX needs it",

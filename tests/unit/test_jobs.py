@@ -213,7 +213,10 @@ def test_a_file_alone_lists_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("digit", "there is no job 'digit'; there are digits, mnist, .*my_module:job or path/to/file.py:job"),
+        (
+            "digit",
+            "there is no job 'digit'; there are digits, mnist, .*my_module:job, path/to/file.py:job or path/to/job.toml",
+        ),
         ("", "there is no job ''"),
         (":job", "there is no job ':job'"),
         ("digits:", "there is no job 'digits:'"),

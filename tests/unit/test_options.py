@@ -138,6 +138,7 @@ NARROWER = {
     ("lbfgs", "out"): "Path | None",
     ("schedule", "out"): "Path | None",
     ("schedule", "data"): "Sequence[object]",
+    ("score", "data"): "Any",
     ("plan_layers", "batch_size"): "int",
     ("compress", "data"): "Path | None",
     ("compress", "epochs"): "float",

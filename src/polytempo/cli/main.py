@@ -36,12 +36,13 @@ from polytempo.cli.options.shown_page import live_page
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
 from polytempo.cli.run.compress_options import CompressOptions
+from polytempo.cli.run.init_options import InitOptions
 from polytempo.cli.run.schedule_options import ScheduleOptions
 from polytempo.cli.run.trained_options import EvaluateOptions, ExportOptions, PredictOptions
 from polytempo.engines.processes.fork import collected_children, reserve_standard_files
 
 STORY = {
-    "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
+    "Run": ("init", "train", "compare", "schedule", "submit", "horovodrun"),
     "Look": ("ui", "top", "runs", "report", "strategies", "explain", "look", "sharpness", "replay"),
     "Use a trained model": ("evaluate", "predict", "export", "compress"),
     "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
@@ -91,6 +92,18 @@ def main() -> None:
     reserve_standard_files()
     with collected_children():
         app(prog_name="polytempo")
+
+
+@app.command()
+@takes(InitOptions)
+def init(asked: InitOptions) -> None:
+    """Write a job file for your data: a CSV table, or a folder of pictures.
+
+    The file names model, data, loss, optimizer and schedule; edit it, and give it to `polytempo train`.
+    """
+    from polytempo.cli.run.init import init as command  # imports torch, which takes seconds
+
+    command(asked)
 
 
 @app.command(cls=SectionedCommand)

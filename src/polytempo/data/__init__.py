@@ -3,8 +3,9 @@
 from polytempo.data import scheduled
 from polytempo.data.plan import Pick, plan
 from polytempo.data.readers import Split
-from polytempo.data.readers.csv_regression import csv_regression
+from polytempo.data.readers.csv_regression import csv_classes, csv_regression
 from polytempo.data.readers.idx import digits, mnist, read_idx
+from polytempo.data.readers.images import images
 from polytempo.data.readers.libsvm import libsvm
 from polytempo.data.readers.parts import read_parts
 from polytempo.data.readers.spark_frame import from_spark
@@ -19,9 +20,11 @@ __all__ = [
     "Sparsity",
     "Split",
     "characters",
+    "csv_classes",
     "csv_regression",
     "digits",
     "from_spark",
+    "images",
     "libsvm",
     "libsvm_rows",
     "mnist",

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from polytempo.jobs.job_file import is_job_file, job_from_file, read_job_file
+
 if TYPE_CHECKING:
     from polytempo.spec.job import Job
 
@@ -25,7 +27,7 @@ SHIPPED = {
     "a9a": "polytempo.jobs.a9a:job",
 }
 _OURS = frozenset(place.partition(":")[0] for place in SHIPPED.values())
-FORMS = "my_module:job or path/to/file.py:job"
+FORMS = "my_module:job, path/to/file.py:job or path/to/job.toml"
 
 __all__ = ["check", "find", "names"]
 
@@ -36,10 +38,12 @@ def names() -> list[str]:
 
 
 def find(text: str) -> Job:
-    """The job that `text` means: a name of `names()`, `my_module:job` or `path/to/file.py:job`.
+    """The job that `text` means: a name of `names()`, `my_module:job`, `path/to/file.py:job` or a `job.toml`.
 
     Modules of one's own are looked for in the current directory too. Raises ValueError, listing the jobs that exist.
     """
+    if is_job_file(text):
+        return job_from_file(Path(text))
     where, name = _place(text)
     if not name:
         raise ValueError(_choice(text))
@@ -51,6 +55,9 @@ def find(text: str) -> Job:
 
 def check(text: str) -> None:
     """ValueError for a job, file or module that does not exist, without an import: `find` would refuse it, too."""
+    if is_job_file(text):
+        read_job_file(Path(text))
+        return
     where, _ = _place(text)
     if where.endswith(".py"):
         _check_file(Path(where))

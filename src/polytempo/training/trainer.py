@@ -338,6 +338,7 @@ def start_of(spec: RunSpec, world: str) -> RunStarted:
         workers=spec.workers,
         steps=spec.options.steps,
         epochs=spec.epochs,
+        origin=spec.job.origin,
     )
 
 

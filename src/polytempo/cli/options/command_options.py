@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from polytempo.cli.options import values
 from polytempo.cli.options.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
+from polytempo.jobs.job_file import is_job_file, read_job_file
 from polytempo.spec.run_options import FOLDER, RunOptions
 from polytempo.spec.table.option import ONE_STRATEGY, PROCESSES, TRAIN, Option, OptionRow, entries, unknown_option
 
@@ -31,7 +32,7 @@ class CommandOptions:
     """Options of a command that runs a job, other than the run's."""
 
     job: Annotated[str | None, Option("", "JOB", read=values.job, complete=job_names)] = None
-    """A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job."""
+    """A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job, job.toml."""
     strategy: Annotated[str, Option(RUN, "S", ONE_STRATEGY, read=values.strategy, complete=strategy_names)] = "sync_sgd"
     """A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them. Default: sync_sgd."""
     strategies: Annotated[str | None, Option(RUN, "A,B", COMPARE, read=values.strategies, complete=strategy_names)] = (
@@ -79,14 +80,16 @@ def table() -> dict[str, OptionRow]:
 
 
 def given_options(command_line: Mapping[str, object], config: Path | None = None) -> GivenOptions:
-    """Options of the command line that are not None, and behind them the options in the file `config`.
+    """Options of the command line that are not None; behind them those in the file `config`, and in a job file.
 
     ValueError names the option, its place, its value, and the requirement.
     """
     in_file, typed = load_file(config) if config else {}, checked_values(table(), command_line)
     if "data" not in typed:
         _check_data(in_file.get("data"), f"{config}: data = {str(in_file.get('data'))!r}")
-    found = in_file | typed
+    job = typed.get("job", in_file.get("job"))
+    in_job = _options(read_job_file(Path(job)).get("run", {}), f"{job}, [run]") if job and is_job_file(job) else {}
+    found = in_job | in_file | typed
     ours = {key: value for key, value in found.items() if key in entries(CommandOptions)}
     return GivenOptions(CommandOptions(**ours), {key: value for key, value in found.items() if key not in ours})
 
@@ -133,8 +136,12 @@ def load_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path}: this is not TOML: {reason}") from None
+    return _options(given, str(path))
+
+
+def _options(given: Mapping[str, object], where: str) -> dict[str, Any]:
     named = {str(key).replace("-", "_"): value for key, value in given.items()}
-    return {key: _checked(table(), key, value, f"{path}: {key} = {_shown(value)}") for key, value in named.items()}
+    return {key: _checked(table(), key, value, f"{where}: {key} = {_shown(value)}") for key, value in named.items()}
 
 
 def _as_toml(path: Path) -> str:

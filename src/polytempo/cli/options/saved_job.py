@@ -8,6 +8,7 @@ from polytempo import jobs
 from polytempo.cli.options.plan import found_job
 from polytempo.core.system.url_path import Place
 from polytempo.report.runs import load_result
+from polytempo.report.status.event_log import start_in
 from polytempo.spec.job import Job
 from polytempo.training.observe.saved_model import checkpoint_in, run_of, saved_about
 
@@ -20,11 +21,16 @@ def facts_of(where: Place) -> dict[str, Any]:
 
 
 def saved_job(named: str | None, folder: Place) -> Job:
-    """The job that saved `folder`: by its name, if it ships; else the job of --job. ValueError for another one."""
-    saved = str(facts_of(folder).get("job"))
-    if named is None and saved not in jobs.names():
+    """The job that saved `folder`: by its name, if it ships; else the job of --job. ValueError for another one.
+
+    A run's folder may come from a stranger, so no file that it names is imported.
+    """
+    saved, start = str(facts_of(folder).get("job")), start_in(run_of(folder))
+    origin = None if start is None else start.origin
+    if named is None and (saved not in jobs.names() or origin not in (None, saved)):
         raise ValueError(
-            f"{folder} was saved by job {saved!r}, which does not ship; name it: --job path/to/file.py:job"
+            f"{folder} was saved by job {saved!r}, which does not ship; name it: --job "
+            f"{origin or 'path/to/file.py:job'}"
         )
     job = found_job(named or saved)
     if job.name != saved:

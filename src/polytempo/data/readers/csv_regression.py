@@ -1,4 +1,4 @@
-"""A CSV table with a header, to predict one of its columns from the others."""
+"""A CSV table with a header, to predict one of its columns, a number or a class, from the others."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def csv_regression(path: Path, target: str, seed: int = 0) -> Split:
     sorted: 1 where it is that value, else 0. Means, deviations and medians belong to the training rows. Errors name the
     file and the column or line.
     """
+    x, cells, train, test, where = _inputs(path, target, seed)
+    y = _target(cells, train, where)
+    return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+
+
+def csv_classes(path: Path, target: str, seed: int = 0) -> Split:
+    """The table as in `csv_regression`; the column `target` has classes: int64 (N,), numbered in the order of their names."""
+    x, cells, train, test, where = _inputs(path, target, seed)
+    classes = sorted(set(cells))
+    if len(classes) > MAX_CATEGORIES or len(classes) < 2:
+        raise ValueError(
+            f"{where}: {len(classes)} different values; there may be 2 to {MAX_CATEGORIES} classes; for numbers use "
+            "csv_regression"
+        )
+    y = torch.tensor([classes.index(cell) for cell in cells])
+    return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+
+
+def _inputs(path: Path, target: str, seed: int) -> tuple[Tensor, list[str], list[int], list[int], str]:
+    """The inputs, the target's cells, the rows to train on and to test with, and the target's place."""
     names, rows = read_table(path)
     if target not in names or len(names) < 2:
         raise ValueError(f"{path} has no column {target!r} next to others; its columns are {', '.join(names)}")
@@ -43,8 +63,7 @@ def csv_regression(path: Path, target: str, seed: int = 0) -> Split:
         if name != target:
             inputs += _column([row[place] for row in rows], train, f"{path}, column {name!r}")
     x = torch.tensor(inputs).T.contiguous()
-    y = _target([row[names.index(target)] for row in rows], train, f"{path}, column {target!r}")
-    return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+    return x, [row[names.index(target)] for row in rows], train, test, f"{path}, column {target!r}"
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -65,10 +84,10 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def _column(cells: list[str], train: list[int], where: str) -> Column:
-    numbers = [_number(cell) for cell in cells]
+    numbers = [finite_number(cell) for cell in cells]
     if any(number is None and cell for number, cell in zip(numbers, cells, strict=True)):
         return _one_hot(cells, where)
-    known = [number for row in train if (number := numbers[row]) is not None]
+    known = [value for row in train if (value := numbers[row]) is not None]
     if not known:
         raise ValueError(f"{where}: every cell of the training rows is empty; remove the column")
     middle = median(known)
@@ -78,7 +97,7 @@ def _column(cells: list[str], train: list[int], where: str) -> Column:
 def _one_hot(cells: list[str], where: str) -> Column:
     categories = sorted(set(cells))
     if len(categories) > MAX_CATEGORIES:
-        example = next(cell for cell in cells if cell and _number(cell) is None)
+        example = next(cell for cell in cells if cell and finite_number(cell) is None)
         raise ValueError(
             f"{where}: {example!r} is not a number, and {len(categories)} different values are too many for text "
             f"(at most {MAX_CATEGORIES}); mend the cell or remove the column"
@@ -89,7 +108,7 @@ def _one_hot(cells: list[str], where: str) -> Column:
 def _target(cells: list[str], train: list[int], where: str) -> Tensor:
     numbers: list[float] = []
     for row, cell in enumerate(cells, start=1):
-        number = _number(cell)
+        number = finite_number(cell)
         if number is None:
             raise ValueError(f"{where}, row {row}: the target must be a number, not {cell!r}")
         numbers.append(number)
@@ -104,7 +123,7 @@ def _standardized(numbers: list[float], train: list[int]) -> list[float]:
     return [(number - mean) / deviation for number in numbers]
 
 
-def _number(cell: str) -> float | None:
+def finite_number(cell: str) -> float | None:
     """The finite number in a cell, or None."""
     try:
         number = float(cell)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +34,7 @@ from polytempo.report.status.records import (
 
 FILE = "events.jsonl"
 _MOST_WHY = 300
+_MOST_START = 1 << 16
 
 
 class EventLog:
@@ -125,6 +126,15 @@ def logged(
             events.append(finish_of(error))
             raise
         events.append(finish_of(None))
+
+
+def start_in(folder: Place) -> RunStarted | None:
+    """The first start of the run in `folder`; None for a run from before the file, and for a damaged line."""
+    path = folder / FILE
+    with suppress(OSError, ValueError, RecursionError):
+        found = record_of(msgspec.json.decode(files.read(path, _MOST_START).partition(b"\n")[0]))
+        return found if isinstance(found, RunStarted) else None
+    return None
 
 
 def finish_of(error: BaseException | None) -> RunFinished:

@@ -87,6 +87,8 @@ class LiveStatus(msgspec.Struct, frozen=True):
     """The present group of an elastic run."""
     groups: tuple[GroupStatus, ...] = ()
     """The run's last groups, with the present one."""
+    origin: str | None = None
+    """The name of the job for `pt.jobs.find`."""
 
     @property
     def staleness(self) -> float | None:
@@ -187,6 +189,7 @@ class StatusNews:
                 host=status.launcher_host or None,
                 pid=status.launcher_pid or None,
                 resumed=resumed,
+                origin=status.origin,
             )
         ]
 

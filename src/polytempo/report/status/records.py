@@ -48,6 +48,8 @@ class RunStarted(_Record, frozen=True, kw_only=True, tag="start"):
     """The process of the launcher, or of rank 0 without one: the run has ended if this process has."""
     resumed: bool | None = None
     """True for a run that goes on with the run that was in the folder."""
+    origin: str | None = None
+    """The name of the job for `pt.jobs.find`: digits, my_module:job, /path/to/file.py:job, /path/to/job.toml."""
 
 
 class _Row(_Record, frozen=True, kw_only=True):

@@ -84,6 +84,8 @@ class ShownRun(NamedTuple):
     epochs: float | None = None
     stages: int = 1
     resume: bool = False
+    origin: str | None = None
+    """The name of the job for `pt.jobs.find`."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> ShownRun:
@@ -98,6 +100,7 @@ class ShownRun(NamedTuple):
             spec.epochs,
             strategy.stages,
             options.resume,
+            spec.job.origin,
         )
 
 
@@ -196,6 +199,7 @@ class LiveRun:
             events=events_of(events[-MOST_EVENTS:]),
             group=groups[-1] if groups else None,
             groups=tuple(groups[-MOST_EVENTS:]),
+            origin=shown.origin,
         )
 
     def _train(self) -> dict[str, Any] | None:

@@ -1,0 +1,82 @@
+"""Pictures in a folder for each class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from polytempo.data.plan import permutation
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm"})
+TEST_FRACTION = 0.2
+_TRAINING, _TESTING = ("train", "training"), ("test", "val", "validation")
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Pictures, read when they are asked for: float32 (3, size, size) from -1 to 1, and the number of the class."""
+
+    def __init__(self, files: list[tuple[Path, int]], classes: list[str], size: int) -> None:
+        self.files, self.classes, self.size = files, classes, size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        path, label = self.files[number]
+        try:
+            with Image.open(path) as image:
+                pixels = np.array(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{path} cannot be read as a picture: {error}") from error
+        return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1, label
+
+
+def images(path: Path, size: int = 64, seed: int = 0) -> tuple[Pictures, Pictures]:
+    """The pictures in `path`, a folder with a folder for each class, each scaled to `size` × `size`.
+
+    Where `path` has folders train and test (or val), these have the classes; else 80 % of the pictures, drawn by
+    `seed`, are to learn from. Classes are numbered in the order of their names. ValueError for a folder without
+    pictures of two classes.
+    """
+    parts = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir()} if path.is_dir() else {}
+    training = next((parts[name] for name in _TRAINING if name in parts), None)
+    testing = next((parts[name] for name in _TESTING if name in parts), None)
+    if training is not None and testing is not None:
+        classes = _classes(training)
+        return Pictures(_files(training, classes), classes, size), Pictures(_files(testing, classes), classes, size)
+    classes = _classes(path)
+    files = _files(path, classes)
+    order = permutation(len(files), seed, 0).tolist()
+    first = len(files) - max(1, round(len(files) * TEST_FRACTION))
+    chosen = [[files[number] for number in part] for part in (order[:first], order[first:])]
+    return Pictures(chosen[0], classes, size), Pictures(chosen[1], classes, size)
+
+
+def _classes(path: Path) -> list[str]:
+    folders = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    found = sorted(folder.name for folder in folders if any(map(_is_picture, folder.iterdir())))
+    if len(found) < 2:
+        raise ValueError(
+            f"{path} has pictures of {len(found)} classes; put them into folders, one for each of two classes or more, "
+            "or these into train and test"
+        )
+    return found
+
+
+def _files(path: Path, classes: list[str]) -> list[tuple[Path, int]]:
+    found = []
+    for label, name in enumerate(classes):
+        folder = path / name
+        if not folder.is_dir():
+            raise ValueError(f"{path} has no folder {name!r}, and the training pictures have one")
+        found += [(file, label) for file in sorted(folder.iterdir()) if _is_picture(file)]
+    return found
+
+
+def _is_picture(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file()
