@@ -215,7 +215,7 @@ def test_a_file_alone_lists_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (
             "digit",
-            "there is no job 'digit'; there are digits, mnist, .*my_module:job, path/to/file.py:job or path/to/job.toml",
+            "there is no job 'digit'; there are digits, .*my_module:job, path/to/file.py:job or path/to/job.toml",
         ),
         ("", "there is no job ''"),
         (":job", "there is no job ':job'"),

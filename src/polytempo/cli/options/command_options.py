@@ -80,7 +80,7 @@ def table() -> dict[str, OptionRow]:
 
 
 def given_options(command_line: Mapping[str, object], config: Path | None = None) -> GivenOptions:
-    """Options of the command line that are not None; behind them those in the file `config`, and in a job file.
+    """Options of the command line that are not None; behind them options of the file `config`, and of a job file.
 
     ValueError names the option, its place, its value, and the requirement.
     """

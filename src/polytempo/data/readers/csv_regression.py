@@ -36,7 +36,7 @@ def csv_regression(path: Path, target: str, seed: int = 0) -> Split:
 
 
 def csv_classes(path: Path, target: str, seed: int = 0) -> Split:
-    """The table as in `csv_regression`; the column `target` has classes: int64 (N,), numbered in the order of their names."""
+    """The table as in `csv_regression`; `target` has classes: int64 (N,), numbered in the order of names."""
     x, cells, train, test, where = _inputs(path, target, seed)
     classes = sorted(set(cells))
     if len(classes) > MAX_CATEGORIES or len(classes) < 2:
