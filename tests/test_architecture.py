@@ -144,6 +144,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.look.chaos"): TORCH,
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("jobs/job_file.py", "polytempo.spec.job"): TORCH,
     ("spec/run_options.py", "polytempo.core.system.url_path"): TORCH,
     ("core/system/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     (
