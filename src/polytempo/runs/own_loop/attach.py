@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from weakref import ref
 
 from torch import nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.system.url_path import Place, UrlPath, place
+from polytempo.core.system.url_path import Place, place
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.report.status.records import RunStarted
@@ -56,7 +55,7 @@ def attach(
     noise_scale: int | None = None,
     batch_size: int | None = None,
     precision: Precision | str | None = None,
-    out: str | Path | UrlPath | None = None,
+    out: Place | str | None = None,
     trackers: Sequence[object] | str = (),
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
