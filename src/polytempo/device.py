@@ -124,13 +124,18 @@ def _used() -> tuple[str, Any] | None:
 # ---------------------------------------------------------------------- groups of processes
 
 
+def backend_name(device_kind: str | None) -> str | None:
+    """The name of torch's backend between devices of a kind, also where this torch was built without it."""
+    name = dist.Backend.default_device_backend_map.get(device_kind or "")
+    return None if device_kind == HOST.type or name == "gloo" else name
+
+
 def backend_of(device_kind: str | None) -> str | None:
     """torch.distributed's backend between devices of a kind: "nccl" for CUDA. None where this torch has none.
 
     gloo is none: it takes bytes through the host, which `interop.backend.staged` does as well.
     """
-    name = dist.Backend.default_device_backend_map.get(device_kind or "")
-    if name is None or device_kind == HOST.type or name == "gloo":
+    if (name := backend_name(device_kind)) is None:
         return None
     built_in: dict[str, Any] = {"nccl": dist.is_nccl_available, "xccl": getattr(dist, "is_xccl_available", None)}
     there = built_in.get(name, lambda: True)

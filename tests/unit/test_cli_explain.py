@@ -97,6 +97,43 @@ def test_every_strategy_can_be_explained(capsys: pytest.CaptureFixture[str], nam
     assert ("the busiest worker sends" in alone) == (strategy.groups > 1)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "device", "lines"),
+    [
+        ("sync_sgd", "cuda", ["native, a device for each worker: by nccl, no copy through the host"]),
+        (
+            "sync_sgd",
+            "cuda",
+            ["native, several workers on a device: staged: 38.4 kB to pinned memory and as many back"],
+        ),
+        ("sync_sgd(route=ring)", "cuda", ["by nccl, messages of a round in one batch"]),
+        ("power_sgd", "cuda:1", ["low_rank(rank=2), several workers on a device: staged: 3.19 kB"]),
+        ("top_k_sgd", "cuda", ["1.31 kB to pinned memory and 10.5 kB back, 9 copies", "these are bytes of wires"]),
+        ("sync_sgd", "mps", ["mps has no backend in torch: staged: 38.4 kB"]),
+        ("async_sgd", "cuda", ["a push is copied to pinned memory: 38.4 kB, 1 copy; the shards are on the host"]),
+        ("gpipe(stages=2)", "cuda", ["activations and their gradients go through the host"]),
+        ("hogwild", "cuda", ["refused (PT1901): "]),
+        ("pipedream(stages=2, inner=async_sgd())", "cuda", ["refused (PT1903): "]),
+    ],
+)
+def test_the_way_on_a_device(capsys: pytest.CaptureFixture[str], strategy: str, device: str, lines: list[str]) -> None:
+    _, _, text = said(capsys, strategy, "--device", device).partition(f"\non {device.partition(':')[0]}\n")
+    for line in lines:
+        assert line in text, text
+    assert "several workers" in text or not device.endswith(":1")
+
+
+def test_no_way_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "sync_sgd", "--device", "cpu") == said(capsys, "sync_sgd")
+    found = json.loads(said(capsys, "sync_sgd", "--device", "cuda:1", "--json"))["device"]
+    assert (found["backend"], found["shared"], found["a_device_each"], found["refused"]) == (
+        "nccl",
+        True,
+        [False],
+        None,
+    )
+
+
 def test_branches_are_said_by_name() -> None:
     transform = split(lambda name, tensor: "thin" if name == "b" else "wide", {"wide": mean(), "thin": through(int8())})
     strategy = Strategy("of a user", gradients=transform)

@@ -17,9 +17,10 @@ import typer
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, but does not tell mypy
 
 import polytempo
+from polytempo.cli.look.device_ways import between_workers
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import PolytempoError
-from polytempo.device import accelerator_kind, backend_of, num_devices
+from polytempo.device import accelerator_kind, num_devices
 from polytempo.engines.join.environment import recognise
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
@@ -177,8 +178,7 @@ def _memory() -> tuple[int | None, int | None]:
 def _devices(health: Health) -> str:
     if health.accelerator is None:
         return "none: --device auto is the CPU"
-    sums = backend_of(health.accelerator)
-    way = f"by {sums} where each worker has a device of its own, else through the host" if sums else "through the host"
+    way = between_workers(health.accelerator)
     return f"{health.devices} of {health.accelerator}, which --device auto takes; tensors of workers travel {way}"
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polytempo.cli.look.device_ways import as_data as device_ways_as_data
+from polytempo.cli.look.device_ways import device_lines, device_ways
 from polytempo.cli.look.look_options import ExplainOptions
 from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
@@ -61,14 +63,17 @@ def explain(asked: ExplainOptions) -> None:
         raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, asked.workers, model)
     times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster)
+    ways = device_ways(asked.device)
     if asked.json:
-        show_json(as_data(made, found) | {"model": asked.parameters or name} | (times or {}))
+        on_device = {} if ways is None else {"device": device_ways_as_data(ways, made, found)}
+        show_json(as_data(made, found) | {"model": asked.parameters or name} | on_device | (times or {}))
         return
     model_name = f"a perceptron of {found.numel:,}" if asked.parameters else f"{name}: {found.numel:,}"
     who = "1 worker" if asked.workers == 1 else f"{asked.workers} workers"
     print(f"{made.name}, {who}")
     print(f"{model_name} parameters in {found.tensors} tensors, {size(found.parameter_bytes)}")
-    for section in sections(made, found):
+    on_device = [] if ways is None else [Section(f"on {ways.kind}", list(device_lines(ways, made, found)))]
+    for section in [*sections(made, found), *on_device]:
         print(f"\n{section.title}")
         print(*(f"  {line}" for line in section.lines), sep="\n")
     if times is not None:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from polytempo.cli.options import values
 from polytempo.cli.options.completion import cluster_names, engine_names, job_names, strategy_names
-from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Json, Threads
+from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Device, Json, Threads
 from polytempo.spec.table.option import Count, Option, Positive
 
 _STOPS = ("step", "ticket", "version")
@@ -163,6 +163,7 @@ class ExplainOptions:
     """Use a perceptron with P parameters instead: 6e6, 250k, 25M."""
     cluster: Annotated[str | None, Option(OPTIONS, "C", read=values.cluster, complete=cluster_names)] = None
     """Say also how long a step takes there: a file of `polytempo calibrate`, or 'ethernet(gbit_per_s=10)'."""
+    device: Device = "auto"
     json: Json = False
 
     def __post_init__(self) -> None:
