@@ -83,6 +83,21 @@ def use_device(number: int) -> None:
     torch.accelerator.set_device_index(number)
 
 
+def device_number(device: str, local: int) -> int:
+    """The number of the visible device for an option `device`: the one that it names, else round robin by `local`.
+
+    Errors: ValueError for a device that this process does not see.
+    """
+    found, count = accelerator_kind(), num_devices()
+    kind, _, number = device.partition(":")
+    if found is None or kind not in ("auto", found):
+        has = "no accelerator" if found is None else f"{count} of {found}"
+        raise ValueError(f"device={device} is not here: torch sees {has}; give device=auto or cpu")
+    if number and int(number) >= count:
+        raise ValueError(f"device={device} is not here: there are {count}, numbered from 0; give one of these")
+    return int(number) if number else local % count
+
+
 def visible_devices() -> list[str]:
     """Names of the devices that this process may use, equal for two processes of a host where the device is the same.
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core.errors import JobFailed
+from polytempo.device import num_devices, use_device
 from polytempo.engines.local_engine import launch
 from polytempo.spec.result import Result
 
@@ -143,6 +144,26 @@ def test_a_run_on_the_cpu_leaves_devices_alone(
     for module in (join, run_device):
         monkeypatch.setattr(module, "use_device", wrong)
     assert pt.run(JOB, strategy, 2, device=where, steps=2).steps == 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", ["sync_sgd()", "async_sgd()"])
+def test_a_device_with_a_number_is_the_only_one_in_use(
+    device: str, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """`init` made the device of the rank's number current before, which took memory there."""
+    if num_devices() < 2:
+        pytest.skip("one device")
+    taken = use_device
+
+    def only(number: int) -> None:
+        assert number == 1, f"a worker has taken {device}:{number}"
+        taken(number)
+
+    for module in (join, run_device):
+        monkeypatch.setattr(module, "use_device", only)
+    found = pt.run(JOB, strategy, 2, device=f"{device}:1", steps=4)
+    assert found.steps == 4
 
 
 @pytest.mark.process

@@ -30,7 +30,7 @@ class BenchRank:
 
     def __init__(self, rank_info: RankInfo, say: Callable[[str], None]) -> None:
         register()
-        init(timeout_s=WAIT_S, quiet=True)
+        init(timeout_s=WAIT_S, device="cpu", quiet=True)
         self.rank, self.size = rank_info.rank, rank_info.size
         self.gloo = _group("gloo")
         self.ours = None if why_not() else _group("polytempo")

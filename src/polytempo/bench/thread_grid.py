@@ -196,7 +196,7 @@ def _timed(plan: GridPlan, settings: Sequence[GridSetting], number: int) -> dict
     ordered = [*settings[first:], *settings[:first]]
 
     def work(rank_info: RankInfo) -> dict[str, list[list[float]]]:
-        world = init(timeout_s=WAIT_S, quiet=True)
+        world = init(timeout_s=WAIT_S, device="cpu", quiet=True)
         data = data_of(plan.job, plan.data)
         contenders = [_contender(plan, setting, world, data) for setting in ordered]
         return turns(contenders, _Meeting(world), rounds=1, turn_s=plan.turn_s)

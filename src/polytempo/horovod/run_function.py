@@ -13,6 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from polytempo.core.calls.refusals import refuse
+from polytempo.device import current_device
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.command_process import ANSWER_FILE
 from polytempo.engines.processes.worker import RankInfo
@@ -22,6 +24,7 @@ from polytempo.horovod.launcher.run_ranks import run_ranks
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import shutdown
+from polytempo.runs.frame.forked_workers import fork_obstacles, say_interpreters
 
 
 def run(
@@ -56,8 +59,10 @@ def run(
     """Call `func(*args, **kwargs)` in `np` processes; the results by rank: `run(work, np=2)`.
 
     On this host alone processes are forked from this one, so `func` may be any function; call it before this process
-    computes with several threads. With hosts, and in an elastic run (`min_np`, `max_np`, `host_discovery_script`),
-    ranks are new interpreters, where `func` is found by its module and name; the other arguments are options of
+    computes with several threads. Where this process has used a device, or has computed gradients beside one, forks
+    could not compute: ranks are then new interpreters, or `Incompatible` (PT1906, PT1907) is raised. With hosts, and in
+    an elastic run (`min_np`, `max_np`, `host_discovery_script`), ranks are new interpreters, where `func` is found by
+    its module and name; the other arguments are options of
     `polytempo horovodrun`. An elastic run returns the results of the ranks of its last group. Plain values, tensors and
     NumPy arrays can travel (`horovod.plain_values`); TypeError for others.
 
@@ -69,7 +74,11 @@ def run(
     size, least, most = num_proc or np, min_num_proc or min_np, max_num_proc or max_np
     is_elastic = bool(least or most or host_discovery_script)
     if not is_elastic and hosts is None and hostfile is None:
-        return _forked(func, args, kwargs or {}, size or 1)
+        if not (why := fork_obstacles(uses_device=True)):
+            return _forked(func, args, kwargs or {}, size or 1)
+        if not _has_name(func):
+            refuse({"function", *why}, device=current_device(), function=getattr(func, "__qualname__", func))
+        say_interpreters("ranks are new interpreters", why)
     settings = LaunchSettings(
         30.0 if start_timeout is None else start_timeout,
         network_interface=network_interfaces,
@@ -110,10 +119,16 @@ def _forked(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 WORDS = ("-c", "from polytempo.horovod.run_function import main; main()")
 
 
+def _has_name(func: Callable[..., Any]) -> bool:
+    """True if new interpreters find the function."""
+    module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
+    return module not in (None, "__main__") and "<" not in name
+
+
 def called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The input of such a process. ValueError for a function that has no name there; TypeError as `plain_values`."""
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
-    if module in (None, "__main__") or "<" in name:
+    if not _has_name(func):
         raise ValueError(
             f"{module}.{name} cannot be found by name in a new interpreter; put it at the top level of a module that "
             "ranks can import. On this host alone, and without min_np, max_np and hosts, any function will do"

@@ -180,7 +180,7 @@ def join(
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
     refuse(strategy.features | {"one world"}, strategy=strategy)
-    world = init(timeout_s=options.timeout_s, device="auto" if may_use_device(options, strategy) else "cpu")
+    world = init(timeout_s=options.timeout_s, device=options.device if may_use_device(options, strategy) else "cpu")
     spec = RunSpec.of(job, strategy, world.size, options)
     shown = progress if world.rank == 0 else None
     with held_by_first(world, options), ExitStack() as stack:

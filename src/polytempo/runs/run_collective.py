@@ -62,7 +62,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:
     """Be one rank of the world that this process was started in; rank 0 says how the run went."""
-    device = "auto" if may_use_device(spec.options, spec.strategy) else "cpu"
+    device = spec.options.device if may_use_device(spec.options, spec.strategy) else "cpu"
     world = init(timeout_s=spec.options.timeout_s, device=device, quiet=True)
     result = Trainer(spec, world=world).fit_held()
     return result.as_json() if world.rank == 0 else None

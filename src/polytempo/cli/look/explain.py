@@ -72,8 +72,8 @@ def explain(asked: ExplainOptions) -> None:
     who = "1 worker" if asked.workers == 1 else f"{asked.workers} workers"
     print(f"{made.name}, {who}")
     print(f"{model_name} parameters in {found.tensors} tensors, {size(found.parameter_bytes)}")
-    on_device = [] if ways is None else [Section(f"on {ways.kind}", list(device_lines(ways, made, found)))]
-    for section in [*sections(made, found), *on_device]:
+    last = [] if ways is None else [Section(f"on {ways.kind}", list(device_lines(ways, made, found)))]
+    for section in [*sections(made, found), *last]:
         print(f"\n{section.title}")
         print(*(f"  {line}" for line in section.lines), sep="\n")
     if times is not None:

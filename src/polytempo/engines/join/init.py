@@ -29,7 +29,7 @@ from polytempo.device import (
     HOST,
     accelerator_kind,
     backend_of,
-    num_devices,
+    device_number,
     one_device_for_each,
     use_device,
     visible_devices,
@@ -83,6 +83,9 @@ def init(
     `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by default
     "polytempo" (shared memory) for tensors on CPU where all ranks are on one host and it has the native core, else
     gloo, and NCCL for tensors on CUDA, where there is one.
+
+    `device` becomes the current one before anything is allocated: "cuda:1" this one, "auto" and "cuda" the one of the
+    rank's number on its host; "cpu" leaves accelerators alone. ValueError for a device that is not here.
     """
     world = current()
     if world.size > 1 or world.servers is not None:
@@ -111,7 +114,7 @@ def init(
     else:
         check_servers(servers, place.size)
         if device != HOST.type and accelerator_kind() is not None:
-            use_device(place.local_rank % num_devices())
+            use_device(device_number(device, place.local_rank))
         world = _join(place, timeout_s, backend, servers)
     set_current(world)
     if world.rank == 0:

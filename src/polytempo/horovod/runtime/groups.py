@@ -116,17 +116,14 @@ class SetTransport:
         `sends` goes to all."""
         if self._group is None:
             receives[0].copy_(sends[0])
-        elif not is_host(receives[0]):
-            given = list(sends) * (self.size if len(sends) == 1 else 1)
-            self._group.alltoall(list(receives), given, AllToAllOptions()).wait()
-        elif isinstance(self._group, NamedGroup):
+        elif is_host(receives[0]) and isinstance(self._group, NamedGroup):
             self._group.alltoall(list(receives), list(sends)).wait()
         else:
             given = list(sends) * (self.size if len(sends) == 1 else 1)
-            arrived = torch.empty(sum(t.numel() for t in receives), dtype=receives[0].dtype)
+            arrived = receives[0].new_empty(sum(tensor.numel() for tensor in receives))
             numbers = [tensor.numel() for tensor in receives], [tensor.numel() for tensor in given]
             flat = torch.cat([tensor.reshape(-1) for tensor in given])
-            self._group.alltoall_base(arrived, flat, *numbers).wait()
+            self._group.alltoall_base(arrived, flat, *numbers, AllToAllOptions()).wait()
             for tensor, part in zip(receives, arrived.split(numbers[0]), strict=True):
                 tensor.view(-1).copy_(part)
 

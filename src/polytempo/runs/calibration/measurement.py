@@ -105,7 +105,7 @@ CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank 
 
 def calibration() -> dict[str, Any]:
     """Measure together with the other processes of the world."""
-    world = init(timeout_s=_TIMEOUT_S, quiet=True)
+    world = init(timeout_s=_TIMEOUT_S, device="cpu", quiet=True)
     port = world.port
     torch.manual_seed(port.rank)
     cores = len(os.sched_getaffinity(0))

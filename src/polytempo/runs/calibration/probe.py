@@ -127,7 +127,7 @@ class _Probes:
 
 def probe() -> dict[str, Any]:
     """Measure together with the other processes of the world; returns this one's answer, as plain data."""
-    world = init(timeout_s=_TIMEOUT_S, quiet=True)
+    world = init(timeout_s=_TIMEOUT_S, device="cpu", quiet=True)
     port = world.port
     links = world.drive(_talk(port)) if port.size > 1 else []
     world.drive(barrier(port))

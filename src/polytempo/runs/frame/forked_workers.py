@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from polytempo import jobs
 from polytempo.core.calls.refusals import refuse
@@ -23,18 +23,29 @@ def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup
     """
     if not isinstance(engine, Local):
         return engine
-    used = accelerator_in_use() and any(may_use_device(spec.options, spec.strategy) for spec in specs)
-    why = {*(["device in use"] if used else []), *([] if gradients_after_fork() else ["gradients"])}
+    why = fork_obstacles(uses_device=any(may_use_device(spec.options, spec.strategy) for spec in specs))
     if not why:
         return engine
     for spec in specs:
         if not _found_by_name(spec):
             refuse({"forked", *why}, device=current_device(), job=spec.job.name, strategy=spec.strategy)
-    facts = "has used the accelerator" if used else "has computed gradients where torch sees an accelerator"
-    print(
-        f"note: this process {facts}, so workers are new interpreters (engine=subprocess), not forks", file=sys.stderr
-    )
+    say_interpreters("workers are new interpreters (engine=subprocess)", why)
     return Subprocess()
+
+
+def fork_obstacles(*, uses_device: bool) -> set[str]:
+    """Features of this process that keep forks of it from computing, as the table of refusals names them.
+
+    `uses_device`: True if the forks may use a device.
+    """
+    used = uses_device and accelerator_in_use()
+    return {*(["device in use"] if used else []), *([] if gradients_after_fork() else ["gradients"])}
+
+
+def say_interpreters(what: str, why: Set[str]) -> None:
+    """Say on standard error that processes are not forks, and the reason."""
+    facts = "has used the accelerator" if "device in use" in why else "has computed gradients beside an accelerator"
+    print(f"note: this process {facts}, so {what}, not forks", file=sys.stderr)
 
 
 def _found_by_name(spec: RunSpec) -> bool:

@@ -115,7 +115,7 @@ def _on_processes(
     program: ScheduledJob, rank: Any, shown: ShownRun, timeout_s: float, out: Path | None
 ) -> ScheduledFit:
     def work(role: Role) -> dict[str, Any]:
-        world = init(timeout_s=timeout_s, quiet=True)
+        world = init(timeout_s=timeout_s, device="cpu", quiet=True)
         world.begin()
         worker = world.drive(rank(world.port))
         tensors = {name: tensor.contiguous() for name, tensor in worker.parameters.items()}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of
 from polytempo.data.mover import BatchMover
-from polytempo.device import HOST, accelerator_kind, num_devices, use_device
+from polytempo.device import HOST, accelerator_kind, device_number, num_devices, use_device
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
@@ -36,16 +36,10 @@ def run_device(options: RunOptions, strategy: Strategy, local: int | None = None
     found = accelerator_kind()
     if asked == "auto" and (found is None or not suits_device(options, strategy)):
         return HOST
-    kind, _, number = asked.partition(":")
-    if found is None or (kind not in ("auto", found)):
-        has = "no accelerator" if found is None else f"{num_devices()} of {found}"
-        raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto or cpu")
-    count = num_devices()
-    if number and int(number) >= count:
-        raise ValueError(f"device={asked} is not here: there are {count}, numbered from 0; give one of these")
-    if number or local is not None:
-        use_device(int(number) if number else (local or 0) % count)
-    return torch.device(found, torch.accelerator.current_device_index())
+    number = device_number(asked, local or 0)
+    if ":" in asked or local is not None:
+        use_device(number)
+    return torch.device(accelerator_kind() or HOST.type, torch.accelerator.current_device_index())
 
 
 def suits_device(options: RunOptions, strategy: Strategy) -> bool:
