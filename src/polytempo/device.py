@@ -84,7 +84,7 @@ def use_device(number: int) -> None:
 
 
 def device_number(device: str, local: int) -> int:
-    """The number of the visible device for an option `device`: the one that it names, else round robin by `local`.
+    """The number of the visible device for an option `device`: its own number, else round robin by `local`.
 
     Errors: ValueError for a device that this process does not see.
     """

@@ -110,7 +110,7 @@ def test_the_optimizer(device: str, options: dict[str, Any]) -> None:
 
 
 def test_an_elastic_state(device: str, num_ranks: int) -> None:
-    """It goes back to its commit, and a newcomer's becomes rank 0's; all on the device."""
+    """A state goes back to its commit, and a newcomer's becomes rank 0's; all on the device."""
 
     def work(where: torch.device) -> list[Tensor]:
         net = model(where)

@@ -17,6 +17,7 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.device import current_device
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.command_process import ANSWER_FILE
+from polytempo.engines.processes.fork_obstacles import fork_obstacles, say_interpreters
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
 from polytempo.horovod.launcher.hosts import HostDiscovery, parsed_hosts, read_hostfile
@@ -24,7 +25,6 @@ from polytempo.horovod.launcher.run_ranks import run_ranks
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import shutdown
-from polytempo.runs.frame.forked_workers import fork_obstacles, say_interpreters
 
 
 def run(

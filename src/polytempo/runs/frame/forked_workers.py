@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from polytempo import jobs
 from polytempo.core.calls.refusals import refuse
-from polytempo.device import accelerator_in_use, current_device, gradients_after_fork
+from polytempo.device import current_device
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.local_engine import Local
+from polytempo.engines.processes.fork_obstacles import fork_obstacles, say_interpreters
 from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.run_device import may_use_device
@@ -31,21 +31,6 @@ def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup
             refuse({"forked", *why}, device=current_device(), job=spec.job.name, strategy=spec.strategy)
     say_interpreters("workers are new interpreters (engine=subprocess)", why)
     return Subprocess()
-
-
-def fork_obstacles(*, uses_device: bool) -> set[str]:
-    """Features of this process that keep forks of it from computing, as the table of refusals names them.
-
-    `uses_device`: True if the forks may use a device.
-    """
-    used = uses_device and accelerator_in_use()
-    return {*(["device in use"] if used else []), *([] if gradients_after_fork() else ["gradients"])}
-
-
-def say_interpreters(what: str, why: Set[str]) -> None:
-    """Say on standard error that processes are not forks, and the reason."""
-    facts = "has used the accelerator" if "device in use" in why else "has computed gradients beside an accelerator"
-    print(f"note: this process {facts}, so {what}, not forks", file=sys.stderr)
 
 
 def _found_by_name(spec: RunSpec) -> bool:
