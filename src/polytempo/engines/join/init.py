@@ -84,8 +84,9 @@ def init(
     "polytempo" (shared memory) for tensors on CPU where all ranks are on one host and it has the native core, else
     gloo, and NCCL for tensors on CUDA, where there is one.
 
-    `device` becomes the current one before anything is allocated: "cuda:1" this one, "auto" and "cuda" the one of the
-    rank's number on its host; "cpu" leaves accelerators alone. ValueError for a device that is not here.
+    `device` becomes the current one before anything is allocated: with a number, as in `cuda:1`, this one, and without,
+    as `auto`, the one of the rank's number on its host; "cpu" leaves accelerators alone. ValueError for a device that
+    is not here.
     """
     world = current()
     if world.size > 1 or world.servers is not None:
