@@ -73,12 +73,8 @@ def run(
         raise ValueError("no MPI takes part: leave use_mpi and mpi_args out")
     size, least, most = num_proc or np, min_num_proc or min_np, max_num_proc or max_np
     is_elastic = bool(least or most or host_discovery_script)
-    if not is_elastic and hosts is None and hostfile is None:
-        if not (why := fork_obstacles(uses_device=True)):
-            return _forked(func, args, kwargs or {}, size or 1)
-        if not _has_name(func):
-            refuse({"function", *why}, device=current_device(), function=getattr(func, "__qualname__", func))
-        say_interpreters("ranks are new interpreters", why)
+    if not is_elastic and hosts is None and hostfile is None and _forks_compute(func):
+        return _forked(func, args, kwargs or {}, size or 1)
     settings = LaunchSettings(
         30.0 if start_timeout is None else start_timeout,
         network_interface=network_interfaces,
@@ -117,6 +113,15 @@ def _forked(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 WORDS = ("-c", "from polytempo.horovod.run_function import main; main()")
+
+
+def _forks_compute(func: Callable[..., Any]) -> bool:
+    """False if ranks must be new interpreters, which is said. `Incompatible` for a function that has no name there."""
+    if why := fork_obstacles(uses_device=True):
+        if not _has_name(func):
+            refuse({"function", *why}, device=current_device(), function=getattr(func, "__qualname__", func))
+        say_interpreters("ranks are new interpreters", why)
+    return not why
 
 
 def _has_name(func: Callable[..., Any]) -> bool:
