@@ -38,14 +38,14 @@ class DeviceWays(NamedTuple):
         return (True, False) if self.devices is None else (workers <= self.devices,)
 
 
-class Copies(NamedTuple):
-    """Copies of one worker in one exchange."""
+class HostCopies(NamedTuple):
+    """HostCopies of one worker in one exchange."""
 
     to_host: float
     """Bytes."""
     from_host: float
     number: float
-    """Copies both ways together."""
+    """HostCopies both ways together."""
 
 
 def device_ways(device: str) -> DeviceWays | None:
@@ -64,7 +64,7 @@ def between_workers(kind: str) -> str:
     return f"by {sums} where each worker has a device of its own, else through the host" if sums else "through the host"
 
 
-def copies(exchange: Exchange, workers: int) -> Copies:
+def copies(exchange: Exchange, workers: int) -> HostCopies:
     """The copies through the host where workers share devices, or send to a server.
 
     Formulas with K bytes of tensors (or wires) of a worker, N workers and S bytes that the busiest worker sends: a
@@ -73,18 +73,18 @@ def copies(exchange: Exchange, workers: int) -> Copies:
     sent = exchange.sent
     if exchange.server:
         each = sent.payload_bytes / workers
-        return Copies(each, 0, 1) if exchange.server == "push" else Copies(0, each, 1)
+        return HostCopies(each, 0, 1) if exchange.server == "push" else HostCopies(0, each, 1)
     if workers < 2:
-        return Copies(0, 0, 0)
+        return HostCopies(0, 0, 0)
     if exchange.by.startswith(_GATHERS):
         own = sent.busiest_bytes / (workers - 1)
-        return Copies(own, workers * own, 1 + workers)
+        return HostCopies(own, workers * own, 1 + workers)
     own = sent.busiest_bytes * workers / (2 * (workers - 1))
     if exchange.by == "reduce_scatter":
-        return Copies(own, own * (2 - 1 / workers), 3 * workers - 1)
+        return HostCopies(own, own * (2 - 1 / workers), 3 * workers - 1)
     if _is_native(exchange):
-        return Copies(own, own, 2 * max(1, len(exchange.sums)))
-    return Copies(sent.busiest_bytes, sent.busiest_bytes, 2 * max(1, round(sent.messages / workers)))
+        return HostCopies(own, own, 2 * max(1, len(exchange.sums)))
+    return HostCopies(sent.busiest_bytes, sent.busiest_bytes, 2 * max(1, round(sent.messages / workers)))
 
 
 def device_lines(ways: DeviceWays, strategy: Strategy, found: Explanation) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _who(own: bool, ways: DeviceWays) -> str:
     return "several workers on a device" if ways.backend else f"{ways.kind} has no backend in torch"
 
 
-def _way(own: bool, ways: DeviceWays, exchange: Exchange, each: Copies) -> str:
+def _way(own: bool, ways: DeviceWays, exchange: Exchange, each: HostCopies) -> str:
     collective = _is_native(exchange) or exchange.by == "reduce_scatter" or exchange.by.startswith(_GATHERS)
     if own:
         return (
