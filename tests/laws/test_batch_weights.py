@@ -6,6 +6,7 @@ gradient of a step     Σ wᵢ gᵢ / Σ wᵢ       i: micro-batches of all work
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import polytempo as pt
 from laws.catalogue import ROWS, Row
 from polytempo import strategies as s
+from polytempo.collectives import ring
+from polytempo.core import Strategy
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.data.plan import permutation
+from polytempo.worlds import ProcessWorld
+from process.crew import together
 from some_cases import some_of
 
 WORDS, BATCH, STEPS = 9, 12, 6
@@ -208,3 +214,67 @@ def test_jobs_on_processes(strategy: str, workers: int, options: dict[str, Any],
     pt.run(PAIRS, strategy, workers, steps=4, **given)
     pt.run(PAIRS, strategy, workers, steps=STEPS, resume=True, **given)
     check(pt.training.checkpoint_model(tmp_path), plain())
+
+
+# ------------------------------------------------------------------ loops of a user
+
+
+def loop(world: ProcessWorld, strategy: Strategy, accumulate: int, texts_of_it: list[Tensor]) -> dict[str, Tensor]:
+    """Two epochs of steps of 24 texts, dealt in micro-batches: every rank clips the mean gradient of a step."""
+    torch.manual_seed(0)
+    net = model()
+    optimizer = JOB.optimizer(net.parameters(), JOB.lr)
+    handle = pt.attach(net, optimizer, strategy)
+    loader = DataLoader(texts_of_it, 24 // accumulate // world.size, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]  # a list is a data set
+    schedule = halving(optimizer, 3)
+    batches = pt.shard(loader, weight=tokens)
+    for _ in range(2):
+        for number, batch in enumerate(batches, start=1):
+            with handle.no_sync() if number % accumulate else nullcontext():
+                mean_of_tokens(net, batch).backward()
+            if number % accumulate == 0:
+                handle.clip_grad_norm_(CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+    with handle.consensus():
+        found = {name: p.detach().clone() for name, p in net.named_parameters()}
+    handle.detach()
+    return found
+
+
+CLIP = 0.4
+EVEN = [*texts()[:24], *texts()[:24]]
+"""Two steps of 24 texts an epoch, so a loop's micro-batches are parts of a step."""
+
+
+def plain_loop(data: list[Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = model()
+    optimizer = JOB.optimizer(net.parameters(), JOB.lr)
+    schedule = halving(optimizer, 3)
+    for epoch in range(2):
+        order = permutation(len(data), 0, epoch).tolist()
+        for begin in range(0, len(data), 24):
+            optimizer.zero_grad()
+            mean_of_tokens(net, padded([data[i] for i in order[begin : begin + 24]])).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.sync_sgd(route=ring), s.shared_memory()], ids=str)
+def test_loops_of_a_user(strategy: Strategy, workers: int) -> None:
+    """Some micro-batches of some workers have no tokens that count, so their loss is NaN."""
+    few = [torch.tensor([1, 0]) if 3 * i % 4 == 2 else text for i, text in enumerate(EVEN)]
+
+    def work(world: ProcessWorld) -> list[dict[str, Any]]:
+        found = [loop(world, strategy, k, data) for k, data in ((1, EVEN), (4, EVEN), (4, few))]
+        return [{name: tensor.tolist() for name, tensor in each.items()} for each in found]
+
+    expected = [plain_loop(data) for data in (EVEN, EVEN, few)]
+    for found, wanted in zip(together(workers, work, timeout_s=100)[0], expected, strict=True):
+        check({name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}, wanted)

@@ -125,6 +125,12 @@ class Backward:
                 "have left count every exchange as a step; put no_sync() around all other backward passes, and use "
                 "checkpointing with use_reentrant=False"
             )
+        weights = self._members.weights
+        if weights is not None and weights.num_batches > 1 and self.num_exchanges:
+            raise RuntimeError(
+                f"gradients of {weights.num_batches} batches of a step would be exchanged in several parts, whose "
+                "weights are not known together; put no_sync() around all backward passes of a step but the last"
+            )
         self._following = None
         self._missing = [_num_expected(bucket) for bucket in self._replica.buckets]
 
@@ -135,6 +141,7 @@ class Backward:
 
     def _launch_ready(self) -> None:
         """Start the buckets that are complete, in their order, which is the same on every rank."""
+        self._members.agree_on_share()
         while len(self._launched) < len(self._missing) and self._missing[len(self._launched)] <= 0:
             self._launch(self._replica.buckets[len(self._launched)])
 

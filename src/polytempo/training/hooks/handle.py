@@ -74,10 +74,9 @@ class Handle:
         if turns is not None:
             turns.watch()
         self._hooks += [replica.optimizer.register_step_post_hook(self._after_step), *self._backward.watch()]
-        if ports.data.size > 1:
-            hook = WeakHook(self._members.given_to)
-            for module in called_modules(replica.model):
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        hook = WeakHook(self._members.given_to)
+        for module in called_modules(replica.model):
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     @property
     def step(self) -> int:
@@ -106,7 +105,8 @@ class Handle:
         """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum.
 
         Each batch of `pt.shard` counts by its own share, also where they are uneven; in a compiled model, and of
-        gradients that are added to some that were exchanged, all count by the last batch's.
+        gradients that are added to some that were exchanged, all count by the last batch's. With a weight of
+        `pt.shard` their mean is exchanged, and not their sum.
         """
         before, self._backward.silent = self._backward.silent, True
         try:
@@ -311,7 +311,8 @@ class Handle:
         exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each gets
         parameters of its own. Raises NotFinite for values of the last step on a device, where `allow_nan` is False.
         """
-        for hook in [*self._hooks, *self.replica.hooks]:
+        weights = self._members.weights
+        for hook in [*self._hooks, *self.replica.hooks, *([] if weights is None else weights.hooks)]:
             hook.remove()
         if self.replica.masters is not None:
             self.replica.masters.end()

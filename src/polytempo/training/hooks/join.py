@@ -11,6 +11,9 @@ from torch import nn
 
 from polytempo.collectives import tree
 from polytempo.core import Port, Promise
+from polytempo.core.calls.refusals import refuse
+from polytempo.training.hooks.step_weights import StepWeights
+from polytempo.training.model.agree import share_of
 from polytempo.training.step.buffers import MemberWeight
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld
@@ -29,8 +32,10 @@ class JoinMembership:
         self.accumulates = False
         """True while `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
         self._left = False
-        self._active_share: float | None = None
-        """This rank's part as the active ranks last agreed."""
+        self._agreed_share: float | None = None
+        """This rank's part as the active ranks last agreed, or as weights are, in the present step."""
+        self.weights: StepWeights | None = None
+        """The weights of the step's batches, once `pt.shard` has given one."""
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
@@ -46,6 +51,8 @@ class JoinMembership:
                 f"{strategy} waits for every rank's turn, also of ranks that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take hogwild()"
             )
+        if self._world.shares.weighs:
+            refuse({"own loop", "join", "weight"})
         self.joining = self._data.size > 1
         try:
             yield
@@ -61,8 +68,8 @@ class JoinMembership:
     @property
     def share(self) -> float | None:
         """This rank's weight in the coming exchange: its batch's share, or, inside `join`, an active rank's part."""
-        if self.joining:
-            return self._active_share
+        if self.joining or self.weights is not None:
+            return self._agreed_share
         return self._world.shares.last if self._batch is None else self._batch.share
 
     def begin_batch(self, share: float | None) -> None:
@@ -73,7 +80,11 @@ class JoinMembership:
         """Look for a batch of `pt.shard` among a forward pass's inputs."""
         if self._replica.pace is not None:
             self._replica.pace.has_batch()
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self._world.shares.weighs:
+            self._weigh(self._world.shares.given(inputs, named))
+        elif self._data.size > 1:
             before, self._batch = self._batch, self._world.shares.of(inputs, named) or self._batch
             if not self.joining:
                 self._replica.weigh_layers(self.share)
@@ -93,12 +104,31 @@ class JoinMembership:
                 if parameter.grad is not None:
                     parameter.grad.mul_(before / after)
 
+    def _weigh(self, batch: Batch | None) -> None:
+        if self.joining:
+            refuse({"own loop", "join", "weight"})
+        if self._replica.computes_together:
+            refuse({"own loop", "divided layers", "weight"})
+        if self.weights is None:
+            self.weights = StepWeights(self._replica.trainable.values())
+            self.weights.watch()
+        if batch is not None and self.weights.take(batch):
+            self._agreed_share = None
+
     def end_step(self) -> None:
         """The coming step is made of another batch."""
+        if self.weights is not None:
+            self.weights.end_step()
+            self._agreed_share = None
         self._batch, self.accumulates = None, False
 
     def agree_on_share(self) -> None:
-        """Inside `join`: count the active ranks, which all have the same part of the coming exchange."""
+        """Agree on the ranks' parts of the coming exchange, where they are not known: by the weights of their batches,
+        or, inside `join`, equal ones of the active ranks."""
+        weights, replica = self.weights, self._replica
+        if weights is not None and self._agreed_share is None and (self._sums_at_step or replica.exchanges_next()):
+            own = weights.total if weights.num_batches else 1.0
+            self._agreed_share = self._world.drive(share_of(self._data, own))
         if self.joining and not self._left:
             self._share_among_active(1.0)
 
@@ -107,7 +137,7 @@ class JoinMembership:
         mine[self._data.rank] = active
         who = self._world.drive(tree(self._data, mine)).nonzero().flatten().tolist()
         if who:
-            self._active_share = active / len(who)
+            self._agreed_share = active / len(who)
             self._replica.member = MemberWeight(active / len(who), who[0])
         return bool(who)
 

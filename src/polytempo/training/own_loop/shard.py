@@ -7,7 +7,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.data.shard import DataShard
+from polytempo.spec.batch_weight import BatchWeight, weight_of
 from polytempo.training.model.ports import ports_of
 from polytempo.worlds import ProcessWorld, current
 
@@ -24,23 +26,32 @@ class WorldShard:
     and `sampler` belong to the whole data, not to this rank's part.
     """
 
-    def __init__(self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...]) -> None:
-        """`ranks`: the ranks with batches of their own."""
-        self._world, self._ranks = world, ranks
+    def __init__(
+        self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...], weigh: BatchWeight | None = None
+    ) -> None:
+        """`ranks`: the ranks with batches of their own. `weigh`: the weight of a batch; None: its samples."""
+        self._world, self._ranks, self._weigh = world, ranks, weigh
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
         source = self._world.epoch_source
         if source is not None and source.takes(self.inner):
+            if self._weigh is not None:
+                refuse({"own loop", "server", "weight"})
             yield from source.epoch(self.inner)
             return
         begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
-                self._world.shares.give(begun, batch, self.inner.share)
+                self._world.shares.give(begun, batch, self.inner.share, self._weight_of(batch))
                 yield batch
         finally:
             self._world.shares.end(begun)
+
+    def _weight_of(self, batch: Any) -> float | None:
+        if self._weigh is None:
+            return None
+        return weight_of(self._weigh, batch) if self.inner.local_samples else 0.0
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -107,6 +118,7 @@ def shard(
     batch_size: int | None = None,
     seed: int = 0,
     shuffle: bool | None = None,
+    weight: BatchWeight | None = None,
     world: ProcessWorld | None = None,
 ) -> WorldShard:
     """This rank's batches of `source`, an epoch for every iteration.
@@ -117,6 +129,11 @@ def shard(
     batches are dealt along "data": ranks that hold parts of one model get the same ones. `pt.pipeline` takes batches of
     `pt.init(mesh={"data": …, "stage": …})`, and refuses others.
 
+    `weight(batch)`: a batch's weight, such as its tokens that count; None: its samples. The gradient of a step is then
+    Σ wᵢ gᵢ / Σ wᵢ over all ranks and all micro-batches (`no_sync`), of losses that are means over wᵢ; do not divide
+    them by the number of micro-batches. `.grad` is that mean after the last backward pass. Cost: 8 bytes a rank in each
+    step, before its first exchange, and a pass over `.grad` for each further micro-batch.
+
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
     for all when the server has every batch. A batch is then read when it is asked for, in this process.
@@ -124,4 +141,4 @@ def shard(
     world = world or current()
     data = ports_of(world.port).data
     inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
-    return WorldShard(world, inner, data.members)
+    return WorldShard(world, inner, data.members, weight)

@@ -23,7 +23,7 @@ from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.hooks.drift_watch import watch
-from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
+from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series, share_of
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.pipeline.pipeline_stage import Loss, PipelineStage, laid_out, of_parameters, schedule_of
 from polytempo.training.step.pace_store import watch_pace
@@ -87,7 +87,7 @@ class Pipeline:
                 f"are on {list(own.members)}; stages of a replica take the same batch: lay the ranks out before both, "
                 f"by pt.init(mesh={mesh_of(self.ports.whole).lengths})"
             )
-        return dealt.share
+        return dealt.share if dealt.weight is None else self._world.drive(share_of(own, dealt.weight))
 
     def sent_bytes(self, *batch: Any) -> list[int]:
         """Bytes that each stage of a replica sends to the others in a step with a batch of these sizes.

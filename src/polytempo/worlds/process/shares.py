@@ -26,6 +26,8 @@ class Batch(NamedTuple):
     shapes: frozenset[torch.Size]
     ranks: tuple[int, ...]
     """The ranks that are dealt batches of their own by this pass."""
+    weight: float | None = None
+    """The batch's weight, where the loop names one; `share` is then unknown."""
 
 
 class Pass:
@@ -40,14 +42,14 @@ class Pass:
         self._used = 0
         """Remembered batches, from the oldest on, that a forward pass has seen."""
 
-    def give(self, batch: Any, share: float | None) -> None:
+    def give(self, batch: Any, share: float | None, weight: float | None = None) -> None:
         """Remember a batch that is going to be yielded."""
         while self._used > 1:
             self._batches.popleft()
             self._used -= 1
         tensors = list(_tensors_in(batch))
         shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
-        self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes, self.ranks))
+        self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes, self.ranks, weight))
         self.share = share
 
     @property
@@ -93,6 +95,8 @@ class Shares:
         """The newest first."""
         self.last: float | None = None
         """The share of the last batch; None: equal parts."""
+        self.weighs = False
+        """True once a batch had a weight of its own; on all ranks alike."""
 
     def begin(self, ranks: tuple[int, ...] = ()) -> Pass:
         """A new pass over a data set, dealt to `ranks`: the batches of ended passes are forgotten."""
@@ -100,9 +104,10 @@ class Shares:
         self._passes = [begun, *[each for each in self._passes if not each.ended]]
         return begun
 
-    def give(self, going: Pass, batch: Any, share: float | None) -> None:
+    def give(self, going: Pass, batch: Any, share: float | None, weight: float | None = None) -> None:
         """Remember a batch that this pass is going to yield."""
-        going.give(batch, share)
+        going.give(batch, share, weight)
+        self.weighs = self.weighs or weight is not None
         self.last = share
 
     def end(self, over: Pass) -> None:

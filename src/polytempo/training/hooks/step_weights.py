@@ -1,0 +1,63 @@
+"""`StepWeights`: the weights of a step's batches on one rank, where a loop's `pt.shard` has a weight of its own.
+
+batch    w     factor of its gradient   factor of `.grad` before      `.grad` afterwards
+0        6     6/6                                                    g₀
+1        2     2/8                      6/8                           (6 g₀ + 2 g₁) / 8
+2        0     0, also of NaN           1                             (6 g₀ + 2 g₁) / 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from polytempo.worlds.process.shares import Batch
+
+
+class StepWeights:
+    """Keeps `.grad` the mean of the step's gradients so far, by the weights of their batches."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.total = 0.0
+        """The weights of the step's batches so far."""
+        self.num_batches = 0
+        self._last: Batch | None = None
+        self._factor = 1.0
+        self.hooks: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Scale gradients on their way to `.grad`."""
+        weakly = ref(self)  # torch keeps a parameter's hooks where the garbage collector does not look
+
+        def scaled(gradient: Tensor) -> Tensor | None:
+            weights = weakly()
+            if weights is None or weights._factor == 1:
+                return None
+            return gradient * weights._factor if weights._factor else torch.zeros_like(gradient)  # NaN times 0 is NaN
+
+        self.hooks = [parameter.register_hook(scaled) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def take(self, batch: Batch) -> bool:
+        """The next gradients are of `batch`. Returns True if it is another one than before."""
+        if batch is self._last:
+            return False
+        before, self._last = self.total, batch
+        weight = 1.0 if batch.weight is None else batch.weight
+        self.total += weight
+        self.num_batches += 1
+        self._factor = weight / self.total if self.total else 0.0
+        if before and weight:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(before / self.total)
+        return True
+
+    def end_step(self) -> None:
+        """The next batch begins another step."""
+        self.total, self.num_batches, self._last, self._factor = 0.0, 0, None, 1.0
