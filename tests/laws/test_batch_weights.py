@@ -150,7 +150,7 @@ def test_workers_that_weigh_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", some_of([row for row in ROWS if not row.joined], 0), ids=lambda row: str(row.make()))
 def test_strategies_with_other_rules(row: Row) -> None:
-    """A worker's gradient is its own mean per token; the strategy then does what it does with unequal batches."""
+    """A worker's gradient is its own mean per token; the strategy then treats it as one of equal batches."""
     strategy = row.make()
     given: dict[str, Any] = {"batch_size": BATCH // 4, "steps": STEPS, "threads": 1}
     if code := next((code for name, code in REFUSED.items() if name in strategy.features), None):
@@ -278,3 +278,37 @@ def test_loops_of_a_user(strategy: Strategy, workers: int) -> None:
     expected = [plain_loop(data) for data in (EVEN, EVEN, few)]
     for found, wanted in zip(together(workers, work, timeout_s=100)[0], expected, strict=True):
         check({name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}, wanted)
+
+
+@pytest.mark.process
+def test_a_loop_of_local_steps_has_the_mean_of_its_own_tokens() -> None:
+    """Micro-batches of a rank count by their tokens; ranks that exchange parameters count alike."""
+
+    def work(world: ProcessWorld) -> list[dict[str, Any]]:
+        found = [loop(world, s.local_sgd(period=2), k, EVEN) for k in (1, 4)]
+        return [{name: tensor.tolist() for name, tensor in each.items()} for each in found]
+
+    whole, cut = together(1, work, timeout_s=100)[0]
+    check(*({name: torch.tensor(v, dtype=torch.float64) for name, v in each.items()} for each in (cut, whole)))
+
+
+@pytest.mark.process
+def test_refusals_in_loops() -> None:
+    def work(world: ProcessWorld) -> list[str]:
+        net = model()
+        optimizer = JOB.optimizer(net.parameters(), 0.1)
+        handle = pt.attach(net, optimizer, s.sync_sgd())
+        said, batches = [], iter(pt.shard(DataLoader(EVEN, 2, collate_fn=padded), weight=tokens))  # type: ignore[arg-type]  # a list is a data set
+        first, second = next(batches), next(batches)
+        with pytest.raises(Incompatible) as refused, handle.join():
+            raise AssertionError("join has begun")
+        said.append(refused.value.code)
+        mean_of_tokens(net, first).backward()
+        with pytest.raises(RuntimeError, match="of 2 batches of a step would be exchanged in several parts"):
+            mean_of_tokens(net, second).backward()
+        for weight in (-1.0, math.nan):
+            with pytest.raises(ValueError, match=rf"weight\(batch\) returned {weight:g}"):
+                next(iter(pt.shard(EVEN, batch_size=1, weight=lambda batch, weight=weight: weight)))  # type: ignore[arg-type]  # a list is a data set
+        return said
+
+    assert together(2, work, timeout_s=100) == [["PT1113"], ["PT1113"]]
