@@ -128,8 +128,8 @@ class Backward:
         weights = self._members.weights
         if weights is not None and weights.num_batches > 1 and self.num_exchanges:
             raise RuntimeError(
-                f"gradients of {weights.num_batches} batches of a step would be exchanged in several parts, whose "
-                "weights are not known together; put no_sync() around all backward passes of a step but the last"
+                f"gradients of {weights.num_batches} batches of a step would be exchanged in several parts, and "
+                "their weights are not known together; put no_sync() around all backward passes of a step but the last"
             )
         self._following = None
         self._missing = [_num_expected(bucket) for bucket in self._replica.buckets]
