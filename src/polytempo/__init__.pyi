@@ -1,6 +1,7 @@
 """The public face: each name once, with its home. `__init__.py` reads this file, and loads a name when it is used."""
 
 from polytempo import aggregation as aggregation
+from polytempo import callbacks as callbacks
 from polytempo import cluster as cluster
 from polytempo import collectives as collectives
 from polytempo import compression as compression

@@ -43,6 +43,7 @@ from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
 from polytempo.training.model.run_device import may_use_device
+from polytempo.training.observe.callback_host import bring_states
 from polytempo.training.trainer import Trainer, held_by_first
 
 
@@ -89,7 +90,9 @@ def run(
             "available says how many workers an elastic run may have; give min_workers or max_workers, too"
         )
     setup = prepare(in_order([spec]), setup)
-    return performed(spec, setup, progress, available)
+    result = performed(spec, setup, progress, available)
+    bring_states(spec.options, result)
+    return result
 
 
 def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:

@@ -76,6 +76,9 @@ class Result:
     """Each group of workers of an elastic run: its generation, its first step, the lives of its members, the number of
     newcomers, the processes that were lost before, and the seconds until the first step in it. Else None."""
 
+    callbacks: list[dict[str, Any]] | None = None
+    """Each callback: its text (`callback`), the step of its request to stop (`asked_to_stop_at`, or None), and its
+    `state`. None without callbacks."""
     metrics: dict[str, float] | None = None
     """The job's `metrics` of the final model, by name; None if it has none, or no test set."""
     started_from: dict[str, Any] | None = None

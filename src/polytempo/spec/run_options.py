@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta
 
 from polytempo.spec.batch_growth import BatchGrowth, NormTest, growth_of
+from polytempo.spec.callbacks.reading import Callbacks, callbacks_like, callbacks_of
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.table.option import (
     ONE_STRATEGY,
@@ -121,6 +122,14 @@ class RunOptions:
     """Compute with parameters of fewer bits, float32 masters: bf16, 'fp16(loss_scale=dynamic)', int8, int4 or ternary.
 
     `pt.precision("bf16")`, or its text; None: float32.
+    """
+    callbacks: Annotated[
+        Sequence[object], Option(TRAINING, "CALL", read=callbacks_of, flag="--callback", complete=callbacks_like)
+    ] = ()
+    """Call early_stop(patience=3), keep(best=2), time_budget(3600), my_module:Mine(limit=2), …; again for another.
+
+    As text, `pt.callbacks.early_stop(patience=3)`, or an object of a class derived from `pt.callbacks.Callback`. They
+    may ask for the run's end, a checkpoint or an evaluation. See `docs/callbacks.md`.
     """
     noise_scale: Annotated[Count | None, Option(TRAINING, "K", ONE_STRATEGY)] = None
     """Measure the gradient noise scale every K steps, such as 32.
@@ -261,6 +270,8 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Callbacks):
+        return [str(each) for each in value]
     if isinstance(value, tuple):
         return [str(each) for each in value if isinstance(each, TrackerCall)]  # objects stay in this process
     return str(value.absolute() if hasattr(value, "absolute") else value)

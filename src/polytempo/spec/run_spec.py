@@ -19,6 +19,7 @@ from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.plan import slices
 from polytempo.spec.batch_growth import Geometric, NormTest
+from polytempo.spec.callbacks.reading import unnamed
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.precision import Precision
 from polytempo.spec.run_options import RunOptions
@@ -130,6 +131,8 @@ class RunSpec:
                 f"strategy {self.strategy} cannot be made by its name, and the run's processes are to make it by "
                 "its name; give one of pt.strategies, or run it with engine=pt.engines.local()"
             )
+        if lacking := unnamed(self.options.callbacks):
+            refuse({"unnamed callback"}, callbacks=", ".join(lacking))
         if self.job.origin is None:
             raise ValueError(
                 f"job {self.job.name} is made of functions that this process alone has, and the run's processes are to "
@@ -220,15 +223,25 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "growth by steps": isinstance(growth, Geometric),
         "job schedule": job.schedule is not None,
         "weight": job.weight is not None,
+        "no folder": options.out is None,
+        "folder at a URL": ":" in str(options.out),
     }
     refuse(
-        strategy.features | _features_of(options.precision) | {name for name, has in asked.items() if has},
+        strategy.features
+        | _features_of(options.precision)
+        | _needs_of(options)
+        | {name for name, has in asked.items() if has},
         strategy=strategy,
         job=job.name,
         growth=growth,
         option="noise_scale" if options.noise_scale is not None else "batch_growth",
         **vars(options),
     )
+
+
+def _needs_of(options: RunOptions) -> set[str]:
+    """Features that the run's callbacks need."""
+    return {need for each in options.callbacks for need in getattr(each, "needs", ())}
 
 
 def _features_of(precision: Precision | None) -> frozenset[str]:

@@ -17,7 +17,7 @@ from polytempo.core import Port, Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.files import run_folder
 from polytempo.core.system.folder_lock import FolderTaken, Owner, held
-from polytempo.core.system.notice import noticed
+from polytempo.core.system.notice import Notice, noticed
 from polytempo.data.usage import in_order
 from polytempo.diagnosis.pace import RankTimes
 from polytempo.large_batch.noise_scale import NoiseProbe
@@ -27,6 +27,7 @@ from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.event_log import logged
 from polytempo.report.status.metrics import METRICS, MetricsWriter
 from polytempo.report.status.records import RunStarted
+from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result, parameters_sha256
@@ -51,6 +52,7 @@ from polytempo.training.model.agree import agree, broadcast_model, gather_json, 
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.background_observer import BackgroundObserver
+from polytempo.training.observe.callback_host import host_of
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.observe.resumption import load
@@ -129,6 +131,7 @@ class Trainer:
             observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
             scheduler=schedule_of(job, part.replica.optimizer, len(shard)),
             average=average_of(self.model, options),
+            host=host_of(options),
             unchecked=unfinite_names(self.model),
             first_steps=len(shard) if options.batch_growth else 0,
             growth=norm_growth(spec, part.replica, shard) or geometric_growth(spec, shard),
@@ -162,15 +165,21 @@ class Trainer:
                 context.resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
         with ExitStack() as files:
             writer, watch = None, None
+            notice, host = Notice(self.options.grace_s), context.host if world.rank == 0 else None
             if out is not None:
                 if world.rank == 0:
                     metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=context.resumed_at)
                     writer = files.enter_context(metrics)
-                alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
                 notice = files.enter_context(noticed(self.options.grace_s))
-                watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
-            leaves = context.leaves if watch is None else watch.agreed
-            context = replace(context, record=recorder(writer, on_row), leaves=leaves)
+            record, asks, leaves = recorder(writer, on_row), context.asks, context.leaves
+            if host is not None:
+                record = files.enter_context(host.running(record, context.replica.step))
+            if out is not None or context.host is not None:
+                alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
+                wish = Control if host is None else host.take
+                watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1, wish)
+                leaves, asks = watch.agreed, watch.asked
+            context = replace(context, record=record, leaves=leaves, asks=asks)
             if context.replica.pace is not None:
                 context.replica.pace.tell = context.record
             world.begin()
@@ -384,6 +393,7 @@ def result_of(
         resumed_at=context.resumed_at,
         stages=[first[number] for number in sorted(first)] or None,
         started_from=start_facts(context.options),
+        callbacks=None if context.host is None else context.host.report(),
         ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned and one_model else None,
     )
 

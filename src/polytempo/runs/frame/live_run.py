@@ -57,6 +57,16 @@ class RunEvents:
         self.events: list[dict[str, Any]] = []
         """The first events, with the keys who, how, at_s (seconds since the run's begin), then."""
 
+    def hear(self, faulted: Callable[[str], None]) -> None:
+        """Give each event to `faulted`, too, as a line of text."""
+        say = self._say
+
+        def both(line: str) -> None:
+            say(line)
+            faulted(line)
+
+        self._say = both
+
     def add(self, who: str, how: str, at_s: float, then: str) -> None:
         """Add an event: `who` "was killed by SIGKILL" (`how`) at `at_s`; `then` is the consequence."""
         if len(self.events) < _MOST_EVENTS:

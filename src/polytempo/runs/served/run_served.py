@@ -59,6 +59,9 @@ def run_served(spec: RunSpec, setup: EngineSetup | None = None, progress: Progre
         run.meet(engine.address)
         frame.keep_rows(run.resumed_at, run.scored_again)
         stack.enter_context(run.kept(engine.address.threads))
+        if run.host is not None:
+            stack.enter_context(run.host.running(lambda row: None, run.resumed_at or 0))
+            events.hear(run.host.faulted)
         outcome = _conducted(run, engine, frame.heed(spec.options.grace_s) or Notice(spec.options.grace_s))
     result = run.result(outcome)
     if run.out is not None:

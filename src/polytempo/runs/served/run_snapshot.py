@@ -71,6 +71,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, rename={"scheduler": "scheduler"}
     """`BatchScheduler.dump` as base64."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """Seconds of the run so far, on the clock of its rows."""
+    callbacks: str = ""
+    """The states of the run's callbacks; "": it has none."""
 
 
 class Resumed(NamedTuple):
@@ -271,11 +273,12 @@ class SnapshotSaves:
         step: Callable[[], int],
         on_order: Callable[[], None],
         on_saved: Callable[[RunSnapshot], None],
+        callbacks: Callable[[], str] = str,
     ) -> None:
         self._folder, self._coordinator, self._facts = folder, coordinator, dict(facts)
         self._workers, self._every = workers, every
         self._number, self._generation = (0, 0) if last is None else (last.number, last.generation + 1)
-        self._step, self._on_order, self._on_saved = step, on_order, on_saved
+        self._step, self._on_order, self._on_saved, self._callbacks = step, on_order, on_saved, callbacks
         self._under_way: RunSnapshot | None = None
         self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
@@ -351,7 +354,9 @@ class SnapshotSaves:
         """Write and return the launcher's part of snapshot `number`, with the present state."""
         dump = b64encode(self._coordinator.scheduler.dump()).decode()
         seconds = self._seconds + now_s - self._coordinator.began_s
-        run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, seconds)
+        run_snapshot = RunSnapshot(
+            number, self._generation, self._step(), self._facts, dump, seconds, self._callbacks()
+        )
         try:
             write_run_snapshot(self._folder, run_snapshot)
         except OSError as error:

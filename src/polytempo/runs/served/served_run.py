@@ -37,6 +37,7 @@ from polytempo.server.record import Entry
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.observe.callback_host import host_of
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import Attendance
 from polytempo.wire.keys import make_keys
@@ -79,7 +80,10 @@ class ServedRun:
         self.scheduler = self.program.scheduler()
         self._resume()
         self.coordinator = self._coordinator()
-        self.tally = Tally(self.program, self.coordinator, frame.record, self.run_snapshot)
+        self.host = host_of(self.options)
+        if self.host is not None and self.run_snapshot is not None and self.run_snapshot.callbacks:
+            self.host.restore(self.run_snapshot.callbacks)
+        self.tally = Tally(self.program, self.coordinator, frame.record, self.run_snapshot, self.host)
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
         self._given, self._record = frame.given, frame.record
@@ -193,6 +197,7 @@ class ServedRun:
             last=self.run_snapshot,
             step=lambda: self.tally.last_step,
             on_order=(lambda: None) if self.recording is None else self.recording.flush,
+            callbacks=str if self.host is None else self.host.state,
             on_saved=self._record_saved,
         )
         if self._saves_if_lost:
@@ -209,7 +214,10 @@ class ServedRun:
 
     def _record_saved(self, part: RunSnapshot) -> None:
         path = f"checkpoint/{run_snapshot_path(Path(), part.number).name}"
-        self._record(row_of(CheckpointSaved(step=part.step, at_s=part.seconds, path=path)))
+        row = row_of(CheckpointSaved(step=part.step, at_s=part.seconds, path=path))
+        self._record(row)
+        if self.host is not None:
+            self.host.take_row(row)
 
     # ------------------------------------------------------------------ the processes
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
 from polytempo.diagnosis.bound import NETWORK, StepParts, UsedLink, bound
@@ -20,6 +21,7 @@ from polytempo.spec.job import OF_ROWS
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import RunOptions
 from polytempo.training.job.start import start_facts
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.served.server_facts import facts_of
 from polytempo.training.served.worker_program import Attendance
 from polytempo.training.step.guard import check_score
@@ -62,6 +64,7 @@ class Tally:
         coordinator: Coordinator,
         record: Callable[[dict[str, Any]], None],
         before: RunSnapshot | None = None,
+        host: CallbackHost | None = None,
         *,
         least_lost_s: float = LEAST_LOST_S,
     ) -> None:
@@ -74,6 +77,7 @@ class Tally:
         self._paces = ServedPaces(replicas, self._batches.size, least_lost_s)
         self._found: list[dict[str, Any]] = []
         self._resumed_at = None if before is None else before.step
+        self._host, self._asked_to_stop = host, False
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if self._spec.options.until else None
@@ -100,6 +104,20 @@ class Tally:
         for found in self._paces.take(row) if row["kind"] == "train" else ():
             self._found.append(found)
             self._record(found)
+        if self._host is not None:
+            self._call(self._host, row)
+
+    def _call(self, host: CallbackHost, row: dict[str, Any]) -> None:
+        """Call the callbacks that the row is due to, and follow their requests."""
+        host.take_row(row)
+        if row["kind"] == "train":
+            host.stepped(row["step"], row["epoch"], row["samples"], row["seconds"])
+        asked = host.take()
+        if asked.evaluate or asked.save:
+            refuse({"asked evaluation", "server"})
+        if asked.stop and not (self._asked_to_stop or self._reached or self._scheduler.finished):
+            self._asked_to_stop = True
+            self._coordinator.stop()
 
     def result(self, totals: ServedTotals) -> Result:
         """The run in numbers."""
@@ -123,6 +141,7 @@ class Tally:
             loss=train_loss if self._tested is None else self._tested["loss"],
             accuracy=None if self._tested is None else self._tested["accuracy"],
             train_loss=train_loss,
+            callbacks=None if self._host is None else self._host.report(),
             metrics={n: v for n, v in (self._tested or {}).items() if n not in OF_ROWS} or None,
             bytes_sent_per_rank=totals.worker_bytes / workers,
             communication_share=min(1.0, max(0.0, totals.idle_share(seconds))) if seconds else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,7 @@ from polytempo.training.job.program import TrainingContext, TrainingSummary, che
 from polytempo.training.job.start import replica_of, with_start
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.run_device import on_device, run_device
+from polytempo.training.observe.callback_host import host_of
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
@@ -198,8 +200,12 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         await updates[port.rank].settle()
         return summary
 
-    with virtual_rows(spec, progress) as record:
-        contexts[0].record = observer.record = record
+    host = host_of(spec.options)
+    with virtual_rows(spec, progress) as record, nullcontext(record) if host is None else host.running(record) as seen:
+        contexts[0].record = observer.record = seen
+        observer.host = host
+        for rank, context in contexts.items():
+            context.host, context.asks = host, partial(observer.asks, rank)
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None

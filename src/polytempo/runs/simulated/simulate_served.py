@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from polytempo.spec.job import Data
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
+from polytempo.training.observe.callback_host import CallbackHost, host_of
 from polytempo.training.served.worker_program import Attendance, performed_work
 from polytempo.training.step.step_cost import StepCost, step_cost
 from polytempo.worlds import Outcome, VirtualWorld
@@ -56,8 +58,9 @@ def simulate_served(
     `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
     delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
-    with virtual_rows(spec, progress) as record:
-        run = ServedSimulation(spec, cluster, record, native=native, meta=meta)
+    host = host_of(spec.options)
+    with virtual_rows(spec, progress) as record, nullcontext() if host is None else host.running(record):
+        run = ServedSimulation(spec, cluster, record, native=native, meta=meta, host=host)
         return run.finish(run.world.run(run.act))
 
 
@@ -72,6 +75,7 @@ class ServedSimulation:
         *,
         native: bool = False,
         meta: bool = False,
+        host: CallbackHost | None = None,
     ) -> None:
         def see(model: nn.Module, data: Data) -> Timing:
             if not meta:
@@ -104,7 +108,7 @@ class ServedSimulation:
             topology.spares,
             lambda shard, nodes: None,  # they are there already
         )
-        self.tally = Tally(program, self.coordinator, record, least_lost_s=0.0)
+        self.tally = Tally(program, self.coordinator, record, host=host, least_lost_s=0.0)
         for context in self.contexts:
             context.record = record
         self.scores = self._scores()

@@ -28,6 +28,7 @@ class OptionKeywords(TypedDict, total=False):
     allow_nan: bool
     ema: float | None
     precision: Precision | str | None
+    callbacks: Sequence[object] | str
     noise_scale: int | None
     batch_growth: BatchGrowth | str
     start_from: str | None

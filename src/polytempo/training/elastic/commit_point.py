@@ -17,6 +17,10 @@ import torch
 
 from polytempo.core import Port
 from polytempo.data.sample_account import Counted
+from polytempo.spec.callbacks.callback import Control
+
+_ASKED = 1 << 32
+"""Bits of callbacks' requests stand above the number of ranks that ask for a save: so the message stays as it is."""
 
 
 class Wishes(NamedTuple):
@@ -25,6 +29,8 @@ class Wishes(NamedTuple):
     stop: bool = False
     leave: bool = False
     save: bool = False
+    asked: Control = Control()
+    """Requests of callbacks, which rank 0 brings."""
     broken: bool = False
     """Another rank of the group is lost, so that there will be no next commit point."""
 
@@ -37,6 +43,7 @@ class Committed(NamedTuple):
     counted: dict[int, Counted]
     """The samples of the step, or of the steps since the last commit point, over all ranks and by epoch."""
     save: bool = False
+    asked: Control = Control()
 
 
 async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -> Committed:
@@ -45,7 +52,18 @@ async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -
     Raises the errors of an all-reduce if a rank is lost.
     """
     stop, epochs = wishes.stop or wishes.leave, sorted(own)
-    numbers = [stop, wishes.leave, wishes.save, *(number for epoch in epochs for number in own[epoch])]
+    numbers = [
+        stop,
+        wishes.leave,
+        wishes.save + _ASKED * packed(wishes.asked),
+        *(number for epoch in epochs for number in own[epoch]),
+    ]
     stops, leaving, saving, *sums = (await port.all_reduce(torch.tensor(numbers, dtype=torch.int64))).tolist()
     counted = {epoch: Counted() + Counted(*sums[2 * i : 2 * i + 2]) for i, epoch in enumerate(epochs)}
-    return Committed(stops > 0, leaving, counted, saving > 0)
+    saves, bits = saving % _ASKED, saving // _ASKED
+    return Committed(stops > 0, leaving, counted, saves > 0, Control(*(bool(bits >> place & 1) for place in range(3))))
+
+
+def packed(asked: Control) -> int:
+    """The requests as bits."""
+    return sum(bit << place for place, bit in enumerate(asked))

@@ -24,6 +24,7 @@ from polytempo.data.sample_account import SampleAccount
 from polytempo.data.shard import DataShard
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
+from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import data_of, schedule_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
@@ -46,6 +47,7 @@ from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSu
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.run_device import on_device, run_device
+from polytempo.training.observe.callback_host import host_of
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import Whole
 from polytempo.training.observe.resumption import load
@@ -92,6 +94,9 @@ class ElasticTraining:
         self._inherited: Saved | None = None
         """Residuals of members that have left politely, which this one has taken over."""
         self._stop = self._some_leave = self._leaves = self._save = False
+        self._asked = Control()
+        """Requests of callbacks that all ranks follow after this step."""
+        self._host = host_of(spec.options)
         self._on_step: Callable[[], None] | None = None
         self._handle: Handle | None = None
         self._begun = False
@@ -153,6 +158,7 @@ class ElasticTraining:
         if committed is not None:
             assert self.account is not None
             self._stop, self._some_leave, self._save = committed.stop, committed.leaving > 0, committed.save
+            self._asked = committed.asked
             self.account.add(committed.counted)
             self._goes_on()
 
@@ -189,7 +195,9 @@ class ElasticTraining:
             scheduler=self._scheduler,
             unchecked=self._unchecked,
             leaves=lambda step: self._save,
-            record=self._record,
+            record=self._record if self._host is None else self._host.recording(self._record),
+            host=self._host,
+            asks=self._taken_requests,
         )
         if view.stateful:
             world.drive(self._share(port, view, self.context))
@@ -199,7 +207,24 @@ class ElasticTraining:
         if spec.options.scaling == "local":
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * port.size / spec.workers
+        self._begin_callbacks(world, view)
         world.step = handle.replica.step
+
+    def _taken_requests(self, step: int) -> Control:
+        asked, self._asked = self._asked, Control()
+        return asked
+
+    def _begin_callbacks(self, world: ProcessWorld, view: GroupView) -> None:
+        """Tell the callbacks on rank 0 of the run's start, or of the new group."""
+        if self._host is None:
+            return
+        if not view.stateful and world.rank == 0:
+            assert self.context is not None
+            self._host.started(self.context.replica.step)
+        elif world.rank == 0:
+            self._host.faulted(f"the group of workers has changed: {world.size} go on")
+        if view.stateful:
+            world.drive(self._host.agreed(world.port))
 
     def _shard(self, rank: int, size: int) -> DataShard:
         spec = self.spec
@@ -311,6 +336,8 @@ class ElasticTraining:
         world.begin()
         summary = world.drive(train(world.port, self.context))
         world.drive(self._close_account(world.port))
+        if self._host is not None and world.rank == 0:
+            self._host.finished()
         return summary
 
     async def _close_account(self, port: Port) -> None:
@@ -388,6 +415,8 @@ class ElasticTraining:
         self._next_place = place
         self.member.exchanged(steps)
         wishes = self._wishes()
+        if self._host is not None and port.rank == 0:
+            wishes = wishes._replace(asked=self._host.take())
         self._leaves = wishes.leave
         return await commit_point(port, wishes, own.counted(self._place, place, check_length(self.context.shard)))
 

@@ -239,7 +239,7 @@ class Handle:
                 raise pt.errors.Preempted(handle.step)     # exit code 75
 
         All ranks call it at the same places of their loop, once a step, and get the same answer. From the first call on
-        SIGTERM does not end this process; a second one, a second later, does. Cost: 16 bytes a rank each quarter of a
+        SIGTERM does not end this process; a second one, a second later, does. Cost: 40 bytes a rank each quarter of a
         second, without waiting.
         """
         if self._watch is None:

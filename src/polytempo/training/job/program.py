@@ -23,6 +23,7 @@ from polytempo.core.system.notice import Preempted
 from polytempo.data.shard import DataShard
 from polytempo.data.spans import num_places
 from polytempo.large_batch.weight_average import WeightAverage
+from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
@@ -30,10 +31,12 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Score, check_goals
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces
+from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import next_slices, weighed_slices
 from polytempo.training.model.agree import share_of
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
 from polytempo.training.observe.user_log import UserLog, set_user_log
 from polytempo.training.step.guard import check_final, check_score
@@ -122,6 +125,16 @@ class TrainingContext:
     """Steps of an epoch before its batches have grown."""
     growth: NormGrowth | GeometricGrowth | None = None
     """Lets batches grow while an epoch goes on, where the options have a rule for it."""
+    host: CallbackHost | None = None
+    """Calls the run's callbacks, on rank 0."""
+    asks: Callable[[int], Control] = field(default=lambda step: Control())
+    """The requests of callbacks that all ranks follow after so many steps; asked after each step."""
+    wish: Control = field(default_factory=Control)
+    """Further ones, which ranks have agreed on at a score or a checkpoint."""
+    stopped: bool = False
+    """True if the run ends here, because a callback asked for it."""
+    scored_step: int = -1
+    """The last step with a score, made or under way."""
     saved_step: int = -1
     """The last step with a checkpoint, written or under way."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
@@ -186,7 +199,7 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
-    scored_step, scored = context.replica.step, None
+    scored_step = context.replica.step
     while not _over(context):
         if not await _rest_of_epoch(ports, context, meter, clock, log):
             continue  # resumed at the end of an epoch: nothing was left of it
@@ -194,13 +207,14 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
         if step - scored_step < STEPS_BETWEEN_SCORES and not over:
             continue  # many workers make short epochs
         scored_step = step
-        if context.data.test is not None and not over:
-            scored = step
-            await context.observer.score(port, context, await _moment(port, context, clock))
+        if not over or context.host is not None:  # a checkpoint has the callbacks' states after its evaluation
+            await _score(port, context, clock)
         if not _saves_at(context, step):
             await _save(port, context, clock)
-    if context.average is not None and context.data.test is not None and scored != context.replica.step:
-        await context.observer.score(port, context, await _moment(port, context, clock))
+    if context.stopped and context.saved_step != context.replica.step:
+        await _save(port, context, clock)
+    if context.average is not None:
+        await _score(port, context, clock)
     for loss in await context.holding.finish():
         if port.rank == 0:
             meter.add(loss)
@@ -243,6 +257,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         step = context.replica.step
         if context.leaves(step):
             await _leave(port, context, clock)
+        if await _stops(port, context, clock):
+            break
         if context.replica.pace is not None:
             context.replica.pace.asks_batch()
         batch = _next(context, batches, data.rank, step)
@@ -269,6 +285,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             batches = iter(context.shard)
         if (step + 1) % a_row_every == 0:
             await _train_row(port, context, meter, clock)
+        if port.rank == 0 and context.host is not None and context.host.sees_steps:
+            context.host.stepped(*await _moment(port, context, clock))
         if _saves_at(context, step + 1):
             await _save(port, context, clock)
         if _finished(context):
@@ -321,6 +339,25 @@ def _saves_at(context: TrainingContext, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+async def _score(port: Port, context: TrainingContext, clock: _Clock) -> None:
+    """Score, unless that has been done or there is no test set."""
+    if context.data.test is not None and context.scored_step != context.replica.step:
+        context.scored_step = context.replica.step
+        await context.observer.score(port, context, await _moment(port, context, clock))
+
+
+async def _stops(port: Port, context: TrainingContext, clock: _Clock) -> bool:
+    """Follow the requests of callbacks; True if the run ends before the next step."""
+    asked = context.asks(context.replica.step).joined(context.wish)
+    context.wish = Control()
+    if asked.evaluate:
+        await _score(port, context, clock)
+    if asked.save and context.saved_step != context.replica.step:
+        await _save(port, context, clock)
+    context.stopped = context.stopped or asked.joined(context.wish).stop
+    return context.stopped
+
+
 async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
     if context.options.out is not None:
         if context.replica.guard is not None:
@@ -366,7 +403,7 @@ def _position(context: TrainingContext) -> tuple[float, int]:
 
 
 def _over(context: TrainingContext) -> bool:
-    return _finished(context) or context.observer.over(context.replica.step)
+    return _finished(context) or context.stopped or context.wish.stop or context.observer.over(context.replica.step)
 
 
 def _finished(context: TrainingContext) -> bool:
@@ -394,35 +431,3 @@ class _Clock:
     def training_s(self, now_s: float) -> float:
         """Seconds of training until `now_s`."""
         return now_s - self._zero_s - self._observer.off_s
-
-
-class Meter:
-    """The mean loss and the rate since the last row."""
-
-    def __init__(self, samples: int, seconds: float) -> None:
-        self._last_loss: float | None = None
-        self._sum: Tensor | None = None
-        self._count = 0
-        self._samples = samples
-        self._seconds = seconds
-
-    def add(self, loss: Tensor | None) -> None:
-        """One more step's loss; None: it is not there."""
-        if loss is None:
-            return
-        detached = loss.detach()
-        self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
-        self._count += 1
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss since the last row, or of the last row; None before the first step."""
-        return self._last_loss if self._sum is None else float(self._sum) / self._count
-
-    def since_last(self, samples: int, seconds: float) -> tuple[float | None, float]:
-        """Mean loss and samples a second up to here; the next row begins here."""
-        loss = self.loss
-        rate = (samples - self._samples) / max(seconds - self._seconds, 1e-9)
-        self._sum, self._count, self._samples, self._seconds = None, 0, samples, seconds
-        self._last_loss = loss
-        return loss, rate

@@ -141,6 +141,8 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
         scalars["growth"] = context.growth.saved()
     if context.replica.masters is not None:
         scalars |= context.replica.masters.saved()
+    if context.host is not None:
+        scalars["callbacks"] = context.host.state()
     held = context.holding.saved(whole=whole)
     tensors |= held.tensors
     scalars |= held.scalars

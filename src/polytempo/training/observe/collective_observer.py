@@ -16,6 +16,7 @@ from polytempo.training.job.evaluate import Evaluation, Score, evaluate, meets, 
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.checkpoint_writer import save, saved_row
 from polytempo.training.observe.holding import Whole
 from polytempo.worlds import ProcessWorld
@@ -48,6 +49,7 @@ class CollectiveObserver:
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Score the ranks' mean, now."""
         await self._outside(port, "score", self._score(port, context, moment, None))
+        await self._agree(port, context)
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint, now. Exchanges under way land first, on the clock: training would have waited."""
@@ -59,6 +61,15 @@ class CollectiveObserver:
         root = out / "checkpoint"
         if await self._outside(port, "save", save(port, context, root)):
             context.record(saved_row(root, moment.step, moment.seconds))
+        await self._agree(port, context)
+
+    async def _agree(self, port: Port, context: TrainingContext) -> None:
+        """Let all ranks know rank 0's requests of callbacks, off the clock."""
+        if context.host is not None:
+            await self._outside(port, "agree", self._told(port, context, context.host))
+
+    async def _told(self, port: Port, context: TrainingContext, host: CallbackHost) -> None:
+        context.wish = context.wish.joined(await host.agreed(port))
 
     async def leave(self, port: Port) -> None:
         """All is written when `save` returns."""

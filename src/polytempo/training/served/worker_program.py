@@ -28,7 +28,8 @@ from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of, part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.growth import Pieces
-from polytempo.training.job.program import ROWS_PER_EPOCH, Meter
+from polytempo.training.job.meter import Meter
+from polytempo.training.job.program import ROWS_PER_EPOCH
 from polytempo.training.job.sliced_step import BatchSlice
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.run_device import device_of

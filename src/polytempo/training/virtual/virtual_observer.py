@@ -17,10 +17,12 @@ from torch import Tensor
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.tensor.division import Cuts
+from polytempo.spec.callbacks.callback import Control
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.checkpoint_writer import about, complete, saved_row, write_when_landed
 from polytempo.training.observe.holding import Whole
 from polytempo.training.parts.model_parts import ModelParts
@@ -84,6 +86,12 @@ class VirtualObserver:
         self._newest: tuple[int, Score] | None = None
         self._saves: list[Work[None]] = []
         self._hashes: dict[int, dict[int, str]] = {}
+        self.host: CallbackHost | None = None
+        """Calls the run's callbacks."""
+        self._asked: dict[int, int] = {}
+        """Each rank's last step with a look at the requests of callbacks."""
+        self._controls: dict[int, Control] = {}
+        """Requests, by the number of steps before all ranks follow them."""
 
     def begins(self, rank: int, step: int) -> None:
         """Remember it: a run does not end before a step that a rank has begun."""
@@ -92,6 +100,17 @@ class VirtualObserver:
     def over(self, step: int) -> bool:
         """True once a score has reached the goal, and no rank has begun `step`."""
         return self._stop is not None and step >= self._stop
+
+    def asks(self, rank: int, step: int) -> Control:
+        """Requests that `rank` follows after `step` steps, once. A request holds for the first step that no rank has
+        asked for."""
+        if self.host is not None and any(wish := self.host.take()):
+            at = max(self._asked.values(), default=-1) + 1
+            self._controls[at] = self._controls.get(at, Control()).joined(wish)
+        if self._asked.get(rank, -1) >= step:
+            return Control()
+        self._asked[rank] = step
+        return self._controls.get(step, Control())
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
@@ -118,7 +137,7 @@ class VirtualObserver:
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
-        if context.options.checkpoint_every is None:
+        if context.options.checkpoint_every is None and not self._controls.get(moment.step, Control()).save:
             return
         assert context.options.out is not None
         root, notes, mesh = context.options.out / "checkpoint", about(port, context), mesh_of(port)

@@ -1,0 +1,141 @@
+"""Laws of callbacks over the catalogue: idle ones change nothing, and a stop at step s is a run of s steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polytempo as pt
+from laws import test_served_observation
+from laws.catalogue import ROWS, SERVED, STAGED, Row, label
+from laws.test_observation import TESTS, WORKERS, job
+from polytempo.core.errors import JobFailed
+from polytempo.spec.result import Result
+from staged_job import job as staged_job
+
+
+class Idle(pt.callbacks.Callback):
+    """Sees all, and asks for nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_start(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append("start")
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append("step")
+
+    def on_evaluation(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append("evaluation")
+
+    def on_checkpoint(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append("checkpoint")
+
+    def on_finish(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append("finish")
+
+
+class AskAt(pt.callbacks.Callback):
+    """Asks once, after a step."""
+
+    def __init__(self, step: int, **asked: bool) -> None:
+        self._step, self._asked = step, pt.callbacks.Control(**asked)
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> pt.callbacks.Control | None:
+        return self._asked if facts.step == self._step else None
+
+
+def trained(row: Row, callbacks: list[Any] | None = None, **options: Any) -> Result:
+    random.seed(0)
+    np.random.seed(0)
+    staged = row in STAGED
+    served = row in SERVED
+    made = staged_job(tested=True) if staged else served_job() if served else job(TESTS["plain"])
+    workers = row.make().stages * (2 if "inner" in label(row) else 1) if staged else WORKERS
+    return pt.simulate(made, row.make(), workers, threads=1, callbacks=callbacks or [], **options)
+
+
+def served_job() -> pt.Job:
+    return replace(test_served_observation.job(test_served_observation.TESTS["a test set"], whole=False), epochs=2)
+
+
+def same(ours: Result, other: Result) -> None:
+    assert ours.parameters_sha256 == other.parameters_sha256
+    assert (ours.steps, ours.samples, ours.train_loss) == (other.steps, other.samples, other.train_loss)
+
+
+@pytest.mark.parametrize("row", [*ROWS, *STAGED], ids=label)
+def test_a_stop_after_a_step_is_a_run_of_so_many_steps(row: Row) -> None:
+    """An idle callback changes no bit and no time, either."""
+    stopped = trained(row, [AskAt(3, stop=True)], epochs=2)
+    idle = Idle()
+    alone, watched = trained(row, steps=stopped.steps), trained(row, [idle], steps=stopped.steps)
+    assert 3 <= stopped.steps <= 12
+    for found in (stopped, watched):
+        same(found, alone)
+        assert (found.seconds, found.trace_hash) == (alone.seconds, alone.trace_hash)
+    assert stopped.callbacks is not None
+    assert stopped.callbacks[0]["asked_to_stop_at"] == 3
+    assert [idle.seen[0], idle.seen[-1]] == ["start", "finish"]
+    assert idle.seen.count("step") == alone.steps
+
+
+@pytest.mark.parametrize("row", SERVED, ids=label)
+def test_idle_callbacks_change_nothing_at_a_server(row: Row) -> None:
+    idle = Idle()
+    alone, watched = trained(row, steps=6), trained(row, [idle], steps=6)
+    same(watched, alone)
+    assert (watched.seconds, watched.trace_hash) == (alone.seconds, alone.trace_hash)
+    assert {"start", "step", "evaluation", "finish"} <= set(idle.seen)
+
+
+@pytest.mark.parametrize("row", SERVED[:3], ids=label)
+def test_a_stop_ends_a_run_with_a_server(row: Row) -> None:
+    whole, stopped = trained(row, epochs=4), trained(row, [AskAt(2, stop=True)], epochs=4)
+    assert 2 <= stopped.steps < whole.steps
+
+
+@pytest.mark.parametrize("row", [ROWS[0], next(row for row in ROWS if "local_sgd" in label(row))], ids=label)
+def test_evaluations_and_checkpoints_on_request_change_nothing(row: Row, tmp_path: Path) -> None:
+    idle = Idle()
+    alone = trained(row, steps=6)
+    asked = trained(row, [AskAt(2, evaluate=True, save=True), idle], steps=6, out=tmp_path)
+    same(asked, alone)
+    assert (asked.seconds, asked.trace_hash) == (alone.seconds, alone.trace_hash)
+    assert "checkpoint" in idle.seen
+    assert idle.seen.count("evaluation") >= 2
+
+
+def test_an_evaluation_at_a_server_is_refused() -> None:
+    with pytest.raises(pt.errors.Incompatible) as caught:
+        trained(SERVED[0], [AskAt(1, evaluate=True)], steps=6)
+    assert caught.value.code == "PT2305"
+
+
+class Broken(pt.callbacks.Callback):
+    """Raises at the first evaluation."""
+
+    def on_evaluation(self, facts: pt.callbacks.CallbackFacts) -> None:
+        raise KeyError("nothing")
+
+
+class Wrong(pt.callbacks.Callback):
+    """Returns something else than a Control."""
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> Any:
+        return True
+
+
+@pytest.mark.parametrize("broken", [Broken(), Wrong()], ids=["raises", "returns"])
+@pytest.mark.parametrize("row", [ROWS[0], SERVED[0]], ids=label)
+def test_a_callback_that_fails_ends_the_run_with_its_name(row: Row, broken: pt.callbacks.Callback) -> None:
+    idle = Idle()
+    with pytest.raises(JobFailed, match=type(broken).__name__):
+        trained(row, [broken, idle], epochs=2)
+    assert idle.seen[-1] == "finish"

@@ -1,0 +1,112 @@
+"""Callbacks of runs on real processes: all ranks follow rank 0's requests, and resumes go on with their states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polytempo as pt
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.report.status.records import TestRow
+from polytempo.report.status.stream import stream
+from polytempo.training.checkpoint.checkpoint_folders import complete_in
+
+SMALL: dict[str, Any] = {"threads": 1, "batch_size": 32}
+
+
+class StopAt(pt.callbacks.Callback):
+    """Asks for the end after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, 0
+
+    def on_start(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen = 0
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> pt.callbacks.Control:
+        self.seen += 1
+        return pt.callbacks.Control(stop=facts.step >= self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd", "local_sgd(period=4)", "gpipe(stages=2)", "hogwild", "ssp"])
+def test_all_ranks_stop_after_one_step(strategy: str) -> None:
+    """The step depends on the machine, for no rank waits for the request; the result is a run of so many steps."""
+    stop = StopAt(5)
+    found = pt.run("digits", strategy, 2, epochs=60, callbacks=[stop], **SMALL)
+    assert 5 <= found.steps < 60 * 23
+    assert found.callbacks is not None
+    assert found.callbacks[0]["asked_to_stop_at"] is not None
+    assert stop.seen == found.callbacks[0]["state"]["seen"] > 0  # the object here has the state of rank 0's
+    if strategy not in ("hogwild", "ssp"):
+        alone = pt.run("digits", strategy, 2, steps=found.steps, **SMALL)
+        assert found.parameters_sha256 == alone.parameters_sha256
+
+
+def test_early_stopping_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """A run in two parts stops where the run in one part does: the best value is a part of the checkpoint."""
+    text = "early_stop(metric='accuracy', patience=2, min_change=0.02)"
+    options: dict[str, Any] = {"callbacks": [text], **SMALL}
+    whole = pt.run("digits", "local_sgd(period=4)", 2, epochs=40, out=tmp_path / "whole", **options)
+    assert whole.steps % 23 == 0
+    assert 23 < whole.steps < 40 * 23
+    first = pt.run("digits", "local_sgd(period=4)", 2, steps=whole.steps - 23, out=tmp_path / "parts", **options)
+    assert first.callbacks is not None
+    assert first.callbacks[0]["asked_to_stop_at"] is None
+    second = pt.run("digits", "local_sgd(period=4)", 2, epochs=40, out=tmp_path / "parts", resume=True, **options)
+    assert (second.steps, second.parameters_sha256) == (whole.steps, whole.parameters_sha256)
+    assert whole.callbacks is not None
+    assert second.callbacks is not None
+    assert second.callbacks[0]["state"] == whole.callbacks[0]["state"]
+
+
+def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    keep = pt.callbacks.keep(best=2, last=1, metric="accuracy")
+    pt.run("digits", "sync_sgd", 2, epochs=6, out=tmp_path, callbacks=[keep], **SMALL)
+    rows = [record for record in stream(tmp_path) if isinstance(record, TestRow)]
+    best = sorted(rows, key=lambda row: (-(row.accuracy or 0.0), row.step))[:2]
+    steps = {row.step for row in best} | {max(row.step for row in rows)}
+    assert set(complete_in(tmp_path / "kept" / "checkpoint")) == steps
+    assert pt.training.checkpoint_model(tmp_path / "kept")
+    start = f"{tmp_path / 'kept'}@{best[0].step}"
+    again = pt.run("digits", "sync_sgd", 2, steps=1, start_from=start, out=tmp_path / "next", **SMALL)
+    assert again.started_from is not None
+    assert again.started_from["step"] == best[0].step
+
+
+def test_elastic_workers_follow_the_request_of_the_first(tmp_path: Path) -> None:
+    stop = StopAt(9)
+    found = pt.run("digits", "sync_sgd", 2, epochs=60, min_workers=1, callbacks=[stop], out=tmp_path, **SMALL)
+    assert 9 <= found.steps <= 12
+    assert found.callbacks is not None
+
+
+class Broken(pt.callbacks.Callback):
+    """Raises at the first evaluation."""
+
+    def on_evaluation(self, facts: pt.callbacks.CallbackFacts) -> None:
+        raise KeyError("nothing")
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd", "ssp"])
+def test_a_callback_that_raises_ends_the_run_with_its_name(strategy: str) -> None:
+    with pytest.raises((WorkerDied, pt.errors.JobFailed), match="callback Broken: on_evaluation raised KeyError"):
+        pt.run("digits", strategy, 2, epochs=3, callbacks=[Broken()], **SMALL)
+
+
+def test_other_interpreters_make_callbacks_from_their_text(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 30, "engine": "subprocess", **SMALL}
+    found = pt.run("digits", "sync_sgd", 2, out=tmp_path, callbacks="time_budget(0.000001)", **options)
+    assert found.steps < 30 * 23
+    assert json.loads((tmp_path / "result.json").read_text())["callbacks"][0]["callback"] == "time_budget(1e-06)"
+    with pytest.raises(pt.errors.Incompatible) as caught:
+        pt.run("digits", "sync_sgd", 2, callbacks=[StopAt(3)], **options)
+    assert caught.value.code == "PT2304"
