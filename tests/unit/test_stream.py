@@ -36,7 +36,7 @@ from polytempo.report.status.records import (
     line_of,
     record_of,
 )
-from polytempo.report.status.stream import RunStream, follow, stream
+from polytempo.report.status.stream import RunStream, follow, status_without_launcher, stream
 from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
 
 OLD_METRICS = b"""\
@@ -334,3 +334,19 @@ def test_a_log_that_cannot_be_written_is_one_note(tmp_path: Path, capsys: pytest
         events.append(KINDS[0])
         events.append(KINDS[1])
     assert capsys.readouterr().err.count("has no further records") == 1
+
+
+def test_a_run_without_a_launcher_has_a_status_while_it_goes_on_and_without_a_result(tmp_path: Path) -> None:
+    """1. It goes on. 2. It has ended without a result, as a loop does. 3. A result tells more."""
+    with logged(tmp_path, START):
+        with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+            metrics.write(ROW)
+        found = status_without_launcher(tmp_path)
+        assert found is not None
+        assert (found.state, found.job, found.launcher_pid, found.train) == ("running", "job", os.getpid(), ROW)
+    found = status_without_launcher(tmp_path)
+    assert found is not None
+    assert found.state == "finished"
+    assert "finished" in CliRunner().invoke(app, ["top", str(tmp_path), "--once"]).stdout
+    (tmp_path / "result.json").write_text("{}")
+    assert status_without_launcher(tmp_path) is None

@@ -15,7 +15,7 @@ from polytempo.core.system.url_path import Place, place
 from polytempo.report.status.live_status import LiveStatus, found_status, launcher_lives
 from polytempo.report.status.live_view import view
 from polytempo.report.status.records import line_of
-from polytempo.report.status.stream import RunStream, follow
+from polytempo.report.status.stream import RunStream, follow, status_without_launcher
 
 
 def top(asked: TopOptions) -> None:
@@ -49,10 +49,10 @@ def status_in(run: Place) -> LiveStatus:
     """The status of the run in a folder. ValueError without one."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run, such as runs/digits-sync_sgd")
-    status = found_status(run)
+    status = status_without_launcher(run) or found_status(run)
     if status is None:
         raise ValueError(
-            f"{run}: this folder holds neither a live.json nor a result.json, so it is not a run's, or of a run that "
+            f"{run}: this folder holds neither a live.json nor a result.json nor an events.jsonl, so it is not a run's, or of a run that "
             "has not begun; name the folder that the run was given as --out"
         )
     return status

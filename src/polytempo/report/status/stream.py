@@ -18,8 +18,18 @@ from typing import Any
 from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.report.status import event_log
 from polytempo.report.status.follower import MetricsFollower
-from polytempo.report.status.live_status import StatusNews, found_status, launcher_lives, process_lives
-from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, record_of
+from polytempo.report.status.live_status import FILE as STATUS
+from polytempo.report.status.live_status import (
+    VERSION,
+    LiveStatus,
+    StatusNews,
+    found_status,
+    launcher_lives,
+    process_lives,
+)
+from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, TestRow, TrainRow, record_of, row_of
+
+FILES = ("metrics.jsonl", event_log.FILE)
 
 
 def stream(run: str | Path | UrlPath) -> list[StreamRecord]:
@@ -44,6 +54,41 @@ def follow(run: str | Path | UrlPath, every_s: float = 1.0) -> Iterator[StreamRe
         if source.ended:
             return
         time.sleep(every_s)
+
+
+def status_without_launcher(run: Place) -> LiveStatus | None:
+    """The status of a run that has neither `live.json` nor `result.json` of its present part, from its stream.
+
+    Such are runs under torchrun and simulations that go on, and loops with `attach(…, out=…)`. None for other folders.
+    """
+    if (run / STATUS).exists() or not (run / event_log.FILE).exists():
+        return None
+    records = stream(run)
+    last = next((each for each in reversed(records) if isinstance(each, RunStarted | RunFinished)), None)
+    start = next((each for each in reversed(records) if isinstance(each, RunStarted)), None)
+    if start is None or (isinstance(last, RunFinished) and (run / "result.json").exists()):
+        return None
+    rows = {type(each): row_of(each) for each in records if isinstance(each, TrainRow | TestRow)}
+    changed = (
+        [(run / name).stat().st_mtime for name in FILES if (run / name).is_file()] if isinstance(run, Path) else []
+    )
+    return LiveStatus(
+        version=VERSION,
+        job=start.job,
+        strategy=start.strategy,
+        world=start.world,
+        workers=start.workers,
+        state=last.state if isinstance(last, RunFinished) else "running",
+        written_s=max(changed, default=time.time()),
+        began_s=start.began_s or 0.0,
+        launcher_host=start.host or "",
+        launcher_pid=start.pid or 1,
+        why=last.why if isinstance(last, RunFinished) else "",
+        steps=start.steps,
+        epochs=start.epochs,
+        train=rows.get(TrainRow),
+        test=rows.get(TestRow),
+    )
 
 
 class RunStream:
