@@ -52,8 +52,8 @@ def status_in(run: Place) -> LiveStatus:
     status = status_without_launcher(run) or found_status(run)
     if status is None:
         raise ValueError(
-            f"{run}: this folder holds neither a live.json nor a result.json nor an events.jsonl, so it is not a run's, or of a run that "
-            "has not begun; name the folder that the run was given as --out"
+            f"{run}: this folder holds neither a live.json nor a result.json nor an events.jsonl, so it is not a "
+            "run's, or of a run that has not begun; name the folder that the run was given as --out"
         )
     return status
 
