@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import polytempo as pt
+from polytempo.cli.options.command_options import given_options
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.report.status.event_log import EventLog
 from polytempo.report.status.metrics import MetricsWriter
@@ -92,6 +93,14 @@ def test_text_is_a_call(text: str, call: t.TrackerCall) -> None:
 def test_wrong_text_is_refused_with_what_there_is(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_tracker(text)
+
+
+def test_the_command_line_and_files_name_several(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('trackers = ["tensorboard", "wandb:x"]')
+    for given in (given_options({"trackers": ["tensorboard", "wandb:x"]}), given_options({}, tmp_path / "a.toml")):
+        assert given.run == {"trackers": (t.tensorboard(), t.wandb("x"))}
+    with pytest.raises(ValueError, match=r"^--track nope: there is no tracker 'nope'"):
+        given_options({"trackers": ["nope"]})
 
 
 @pytest.mark.parametrize("given", [3, ["tensorboard", 3], object, Bookmark])

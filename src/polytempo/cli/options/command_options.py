@@ -115,7 +115,8 @@ def _typed(row: OptionRow, value: object) -> str:
     """An option as it was typed."""
     given = " ".join(value) if isinstance(value, list) else value
     text = repr(given).removesuffix(".0") if isinstance(given, float) else str(given).strip() or repr(given)
-    return f"--{row.name.replace('_', '-')} {text}" if row.option.section else f"{row.option.value} {text}"
+    flag = row.option.flag.partition("/")[0] or f"--{row.name.replace('_', '-')}"
+    return f"{flag} {text}" if row.option.section else f"{row.option.value} {text}"
 
 
 def _check_data(data: object, where: str) -> None:

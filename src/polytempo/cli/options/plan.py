@@ -48,6 +48,7 @@ def show_plan(
     if options.global_batch_size is not None:
         taken.pop("batch_size")
     own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken.get(key, options) is None}
+    taken["trackers"] = [str(each) for each in options.trackers]
     texts = {key: str(getattr(options, key)) for key in ("data", "out", "precision") if taken[key] is not None}
     plan: dict[str, object] = {
         "job": job.name,
@@ -61,6 +62,7 @@ def show_plan(
     if as_json:
         show_json(plan)
     else:
-        said = {key: value for key, value in plan.items() if value not in (None, {})}
+        said = {key: value for key, value in plan.items() if value not in (None, {}, [])}
         said["strategies"] = ", ".join(strategy.name for strategy in strategies)
+        said |= {"trackers": ", ".join(taken["trackers"])} if taken["trackers"] else {}
         show_table(("", ""), [(key, str(value)) for key, value in said.items()], header=False)
