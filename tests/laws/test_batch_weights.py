@@ -130,11 +130,15 @@ def pairs(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
         ("one_f_one_b(2, 2)", 4),
         (s.split({"2": "row"}, parts=2), 2),
         ("backup_workers(backups=0)", 1),
+        ("backup_workers(backups=0)", 2),
+        ("backup_workers(backups=0)", 3),
     ],
 )
 def test_other_layouts(strategy: Any, workers: int, tmp_path: Path) -> None:
-    """Slices, one copy, stages with replicas, layers in parts, and a server with one worker."""
-    given: dict[str, Any] = {} if "backup" not in str(strategy) else {"batch_size": BATCH, "global_batch_size": None}
+    """Slices, one copy, stages with replicas, layers in parts, and a server that waits for all workers."""
+    given: dict[str, Any] = (
+        {} if "backup" not in str(strategy) else {"batch_size": BATCH // workers, "global_batch_size": None}
+    )
     check(simulated(PAIRS, strategy, workers, tmp_path, **given), plain())
 
 
@@ -161,7 +165,7 @@ def test_strategies_with_other_rules(row: Row) -> None:
     assert (cut.loss, cut.train_loss) == pytest.approx((whole.loss, whole.train_loss), rel=1e-12)
 
 
-REFUSED = {"stages": "PT1526", "slices": "PT1527", "helping": "PT15(28|31)"}
+REFUSED = {"stages": "PT15(26|34)", "slices": "PT1527", "helping": "PT15(28|31)"}
 
 
 def test_steps_without_exchange_exchange_no_weight() -> None:
@@ -192,6 +196,11 @@ def test_weights_that_are_none(weight: Any, shown: str) -> None:
 
 
 def test_refusals() -> None:
+    half = replace(PAIRS, weight=lambda batch: (batch[1] != 0).sum() + 0.5)
+    with pytest.raises(Incompatible, match=r"PT1532: .*job is [0-9]+\.5, "):
+        pt.simulate(half, "backup_workers(backups=0)", 2, batch_size=4, steps=1)
+    with pytest.raises(Incompatible, match="PT1533"):
+        pt.simulate(PAIRS, "downpour()", 2, noise_scale=1, steps=1)
     with pytest.raises(Incompatible, match="PT1324"):
         pt.simulate(JOB, "sync_sgd()", 2, batched=True, steps=1)
     with pytest.raises(ValueError, match="weight is 3; expected a function, called as weight"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Port, Program
+from polytempo.core.calls.refusals import refuse
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
@@ -25,7 +26,8 @@ from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.server.worker.stage_work import WorkSource, work_of
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
-from polytempo.spec.objective import loss_of, part_weights
+from polytempo.spec.loss_divisor import in_sum
+from polytempo.spec.objective import batch_weight, loss_of, part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.meter import Meter
@@ -262,7 +264,7 @@ class _TicketWorker:
         """The gradient of the ticket's batch; how many samples it is of."""
         context, batch = self._context, self._batch(ticket)
         samples = context.batches.pick(ticket.batch).num_samples
-        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
+        self._client.begin((ticket.number,), self._rates_at(ticket), self._weight_of(batch, samples))
         loss = await context.compute_gradients(self._port, batch, samples)
         if context.guard is not None:
             context.guard.loss(loss, self.served.step_of(ticket), self._client.worker)
@@ -285,12 +287,24 @@ class _TicketWorker:
         """The ticket's batch; in micro-batches where gradients are accumulated."""
         context, place = self._context, (ticket.epoch, ticket.batch)
         passes = context.passes(context.batches.pick(ticket.batch).num_samples)
-        if len(passes) == 1 and context.job.weight is None:
+        if context.stage is not None or (len(passes) == 1 and context.job.weight is None):
             return context.batches.at(*place)
         samples, ends, total = context.batches.samples(*place), list(accumulate(passes, initial=0)), sum(passes)
         found = [samples.collated(*bounds) for bounds in pairwise(ends)]
         pieces = [BatchSlice(i, *one, one[1] / total) for i, one in enumerate(zip(found, passes, strict=True))]
-        return Pieces(pieces, part_weights(context.job, found))
+        if context.job.weight is None:
+            return Pieces(pieces, part_weights(context.job, found))
+        each = [batch_weight(context.job, batch) for batch in found]
+        return Pieces(pieces, in_sum(each), sum(each))
+
+    def _weight_of(self, batch: Any, samples: int) -> int:
+        """The batch's weight among the workers' gradients, where a rule of the shards counts by it."""
+        weight = batch.weight if isinstance(batch, Pieces) else None
+        if weight is None:
+            return samples
+        if not weight.is_integer():
+            refuse({"server", "weight", "no whole number"}, job=self._context.job.name, weight=weight)
+        return int(weight)
 
     async def _staged(self, stage: ServedStage, ticket: Ticket) -> int:
         """The ticket's batch through this stage, with the exchange of the gradient that is then there, which may be of
