@@ -10,7 +10,7 @@ from polytempo.diagnosis.bound import UsedLink
 from polytempo.diagnosis.pace import RankTimes
 from polytempo.training.job.program import TrainingContext, TrainingSummary
 from polytempo.training.job.run_bound import bound_of
-from polytempo.training.step.pace_watch import MemoryBoard, PaceWatch
+from polytempo.training.step.pace_watch import MemoryBoard, PaceMeeting, PaceWatch
 from polytempo.worlds import Outcome, VirtualWorld
 from polytempo.worlds.trace import COMMUNICATION
 
@@ -41,7 +41,8 @@ def watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) ->
         if context.spec.strategy.slices is None:
             stage = context.holding.stage_report()
             who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
-            context.replica.pace = PaceWatch(board, VirtualClock(world, rank), rank, len(contexts), who=who)
+            meeting = PaceMeeting(board, rank, len(contexts), who=who)
+            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank))
     if first.replica.pace is not None:
         first.replica.pace.tell = lambda row: first.record(row)
 

@@ -14,11 +14,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from polytempo.core import Strategy
 from polytempo.diagnosis.host_sample import host_sample
 from polytempo.diagnosis.pace import PaceSnapshot
-from polytempo.training.step.pace_watch import PaceWatch
+from polytempo.training.step.pace_watch import PaceMeeting, PaceWatch
 from polytempo.worlds import ProcessWorld
 
 LEAST_LOST_S = 0.005
 """A rank that loses less than this in a step is not named: on a busy host that is noise."""
+BEHIND = True
+"""A thread talks to the store: on busy processors an answer takes milliseconds."""
 _MOST_RANKS = 1024
 _decode = msgspec.json.Decoder(PaceSnapshot).decode
 
@@ -80,25 +82,23 @@ def watch_pace(world: ProcessWorld, strategy: Strategy, series: int, stage: int 
 
     Ranks that compute unequal numbers of slices are not compared, nor ranks in groups of more than 1,024.
     """
-    board = None
+    meeting = None
     if 1 < world.size <= _MOST_RANKS and strategy.slices is None:
+        rank = f"rank {world.rank}"
         try:
-            board = StoreBoard(PrefixStore(f"polytempo/pace/{series}", _get_default_store()), world.size)
+            store = PrefixStore(f"polytempo/pace/{series}", _get_default_store())
         except (ValueError, RuntimeError):  # no process group: the ranks meet in another way
-            board = None
-    rank = f"rank {world.rank}"
-    return PaceWatch(
-        board,
-        ProcessClock(world),
-        world.rank,
-        world.size,
-        who=rank if stage is None else f"stage {stage} ({rank})",
-        host=socket.gethostname() if len(set(world.port.hosts)) > 1 else "",
-        samples=host_sample,
-        own_cost=True,
-        least_lost_s=LEAST_LOST_S,
-        tell=say_slow,
-    )
+            return PaceWatch(None, ProcessClock(world))
+        meeting = PaceMeeting(
+            StoreBoard(store, world.size),
+            world.rank,
+            world.size,
+            who=rank if stage is None else f"stage {stage} ({rank})",
+            host=socket.gethostname() if len(set(world.port.hosts)) > 1 else "",
+            samples=host_sample,
+            least_lost_s=LEAST_LOST_S,
+        )
+    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow)
 
 
 def say_slow(row: Mapping[str, Any]) -> None:

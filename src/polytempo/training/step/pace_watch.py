@@ -9,22 +9,24 @@ No rank waits for another rank, no operation of the world is used, and the run's
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from math import ceil
+from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from polytempo.diagnosis.host_sample import HostSample, cause_between
 from polytempo.diagnosis.pace import PaceSnapshot, RankTimes, window_between
 from polytempo.diagnosis.sentence import slow_row
 from polytempo.diagnosis.slow_rank import SlowRank, SlowRankJudge
+from polytempo.training.checkpoint.background import Background
 
 EVERY = 3
 """Steps between two snapshots, at least."""
-MAX_EVERY = 256
 MAX_COST = 0.003
-"""Bound on the part of a step's time that snapshots take."""
+"""Bound on the part of the time that snapshots take: after one that took 0.1 ms, the next one waits 33 ms."""
 _MOST_TOLD = 100
 _PATIENCE = 4
 """Windows that rank 0 waits for a cause."""
@@ -60,42 +62,29 @@ class PaceBoard(Protocol):
 
 
 class PaceWatch:
-    """One rank's part. `board`: None if ranks are not compared, then it only counts.
+    """One rank's part, in its program. `meeting`: None if ranks are not compared, then it only counts.
 
-    `samples`: reads the rank's host; None: no causes are looked for, as in a virtual world. `own_cost`: snapshots take
-    real time of steps, so that they are made rarely where steps are short. `least_lost_s`: see `SlowRankJudge`.
+    `behind`: a thread performs the meeting, so that the program does not wait for the board. A meeting comes every
+    three steps, and seldom enough that program and thread together spend at most `MAX_COST` of the time on it.
     """
 
     def __init__(
         self,
-        board: PaceBoard | None,
+        meeting: PaceMeeting | None,
         clock: PaceClock,
-        rank: int,
-        size: int,
         *,
-        who: str = "",
-        host: str = "",
-        samples: Callable[[float], HostSample] | None = None,
-        own_cost: bool = False,
-        least_lost_s: float = 0.0,
+        behind: bool = False,
         tell: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        self._board, self._clock, self._rank, self._size = board, clock, rank, size
-        self._who, self._host, self._samples, self._own_cost = who or f"rank {rank}", host, samples, own_cost
+        self._meeting, self._clock, self._behind = meeting, clock, behind
         self.tell = tell
         """Takes rows about slow ranks, on rank 0."""
         self.told: list[dict[str, Any]] = []
         """The rows so far, on rank 0."""
-        self._judge = SlowRankJudge(least_lost_s)
-        self._before: Mapping[int, PaceSnapshot] = {}
-        self._waiting: dict[int, tuple[SlowRank, int, int]] = {}
-        """Slow ranks that were asked for the cause, the number of that request, and the windows since then."""
-        self._due, self._every, self._compare_at = 0, EVERY, -1
-        self._put_at, self._spent_s = (0, 0.0), 0.0
+        self._thread: Background | None = None
+        self._due, self._compare_at, self._paid_s = 0, -1, 0.0
         self._read_s = 0.0
         self._asked_s: float | None = None
-        self._requests, self._sample, self._slower = 0, HostSample(), 0.0
-        self._cause: str | None = None
 
     @property
     def times(self) -> RankTimes:
@@ -118,48 +107,102 @@ class PaceWatch:
     # ------------------------------------------------------------------ steps
 
     def after_step(self, step: int) -> None:
-        """This rank has finished so many steps: leave a snapshot, if it is time."""
+        """This rank has finished so many steps: leave a snapshot, if it is time. Rank 0 compares one step later, when
+        ranks that are in step have left theirs."""
+        meeting = self._meeting
+        if meeting is not None and (step == self._compare_at or step >= self._due) and not meeting.busy:
+            self._meet(meeting, step)
         self._asked_s = self._clock.now_s()
-        puts = step >= self._due
-        if self._board is None or not (puts or step == self._compare_at):
-            return
-        begin_s = time.perf_counter()
-        try:
-            self._meet(self._board, step, puts=puts)
-        except (RuntimeError, OSError, ValueError):  # the process with the board is gone; the run's exchanges name it
-            self._board = None
-        if self._own_cost:
-            self._set_pace(step, time.perf_counter() - begin_s, puts=puts)
-            self._asked_s = self._clock.now_s()
-        if puts:
-            self._due = step + self._every
 
-    def _meet(self, board: PaceBoard, step: int, *, puts: bool) -> None:
-        """Put a snapshot; rank 0 reads all a step later, when ranks that are in step have put theirs."""
-        if step == self._compare_at:
-            self._compare(board)
+    def _meet(self, meeting: PaceMeeting, step: int) -> None:
+        begin_s = time.perf_counter()
+        puts = step >= self._due and begin_s >= self._paid_s
+        if not puts and step != self._compare_at:
+            return
+        self._tell(meeting)
+        snapshot = self._snapshot(step) if puts else None
+        now_s = self._clock.now_s()
+        if self._behind:
+            self._thread = self._thread or Background("polytempo-pace", _nothing)
+            meeting.busy = True
+            self._thread.do(partial(meeting.meet, snapshot, step == self._compare_at, now_s))
+            spent_s, meeting.spent_s = meeting.spent_s + time.perf_counter() - begin_s, 0.0
+            self._paid_s = max(self._paid_s, begin_s) + spent_s / MAX_COST
+        else:
+            meeting.meet(snapshot, step == self._compare_at, now_s)
+            self._tell(meeting)
         if puts:
-            board.put(self._rank, self._snapshot(step))
-            self._look_at_host(board)
-            self._compare_at = step + 1 if self._rank == 0 else -1
+            self._due, self._compare_at = step + EVERY, step + 1 if meeting.rank == 0 else -1
 
     def _snapshot(self, step: int) -> PaceSnapshot:
         now_s, busy_s, waited_s, read_s = self.times
-        return PaceSnapshot(step, now_s, busy_s, waited_s, read_s, self._who, self._host, self._requests, self._cause)
+        return PaceSnapshot(step, now_s, busy_s, waited_s, read_s)
 
-    def _set_pace(self, step: int, spent_s: float, *, puts: bool) -> None:
-        """Let snapshots cost at most `MAX_COST` of the steps, by the last ones."""
-        self._spent_s += spent_s
-        if not puts:
-            return
-        spent_s, self._spent_s = self._spent_s, 0.0
-        before, before_s = self._put_at
-        now_s = time.perf_counter()
-        self._put_at = step, now_s
-        if before_s and step > before:
-            affordable = spent_s / (MAX_COST * max(1e-9, (now_s - before_s) / (step - before)))
-            middle = self._every + 0.5 * (affordable - self._every) if affordable < self._every else affordable
-            self._every = min(MAX_EVERY, max(EVERY, ceil(middle)))
+    def _tell(self, meeting: PaceMeeting) -> None:
+        while meeting.found and len(self.told) < _MOST_TOLD:
+            row = meeting.found.popleft()
+            self.told.append(row)
+            self.tell(row)
+
+    def finish(self) -> None:
+        """No more steps come: tell the diagnoses that still wait for a cause."""
+        meeting, self._meeting = self._meeting, None
+        if self._thread is not None:
+            self._thread.close()
+        if meeting is not None:
+            meeting.finish(self._clock.now_s())
+            self._tell(meeting)
+
+
+class PaceMeeting:
+    """One rank's part at the board. It may be in another thread than the program.
+
+    `samples`: reads the rank's host; None: no causes are looked for, as in a virtual world. `who`: the rank in
+    sentences. `least_lost_s`: see `SlowRankJudge`.
+    """
+
+    def __init__(
+        self,
+        board: PaceBoard,
+        rank: int,
+        size: int,
+        *,
+        who: str = "",
+        host: str = "",
+        samples: Callable[[float], HostSample] | None = None,
+        least_lost_s: float = 0.0,
+    ) -> None:
+        self._board: PaceBoard | None = board
+        self.rank, self._size = rank, size
+        self._who, self._host, self._samples = who or f"rank {rank}", host, samples
+        self.busy = False
+        """True while a thread is in it."""
+        self.spent_s = 0.0
+        """Processor time of the thread since the program last asked."""
+        self.found: deque[dict[str, Any]] = deque(maxlen=_MOST_TOLD)
+        """Rows about slow ranks, for the program to tell."""
+        self._judge = SlowRankJudge(least_lost_s)
+        self._before: Mapping[int, PaceSnapshot] = {}
+        self._waiting: dict[int, tuple[SlowRank, int, int]] = {}
+        """Slow ranks that were asked for the cause, the number of that request, and the windows since then."""
+        self._requests, self._sample, self._slower = 0, HostSample(), 0.0
+        self._cause: str | None = None
+
+    def meet(self, snapshot: PaceSnapshot | None, compares: bool, now_s: float) -> None:
+        """Compare all snapshots, then leave one; `now_s`: the program's time."""
+        begin_s = time.thread_time()
+        board = self._board
+        try:
+            if board is not None and compares:
+                self._compare(board, now_s)
+            if board is not None and snapshot is not None:
+                named = {"who": self._who, "host": self._host, "requests": self._requests, "cause": self._cause}
+                board.put(self.rank, msgspec.structs.replace(snapshot, **named))
+                self._look_at_host(board)
+        except (RuntimeError, OSError, ValueError):  # the process with the board is gone; the run's exchanges name it
+            self._board = None
+        self.spent_s += time.thread_time() - begin_s
+        self.busy = False
 
     def _look_at_host(self, board: PaceBoard) -> None:
         """Answer a request for a cause: read the host now, and at the next snapshot name the difference."""
@@ -169,14 +212,14 @@ class PaceWatch:
             self._cause = cause_between(self._sample, self._samples(time.monotonic()), self._slower)
             self._sample = HostSample()
             return
-        asked = board.asked(self._rank)
+        asked = board.asked(self.rank)
         if asked is not None and asked[0] > self._requests:
             self._requests, self._slower = asked
             self._cause, self._sample = None, self._samples(time.monotonic())
 
-    def _compare(self, board: PaceBoard) -> None:
+    def _compare(self, board: PaceBoard, now_s: float) -> None:
         now = board.read()
-        self._tell_causes(now)
+        self._tell_causes(now, now_s)
         window = window_between(self._before, now, self._size)
         if window is None:
             self._before = self._before or dict(now)
@@ -184,32 +227,33 @@ class PaceWatch:
         self._before = dict(now)
         for found in self._judge.take(window):
             if self._samples is None:
-                self._say(found, now[found.rank], "")
+                self._say(found, now[found.rank], "", now_s)
             else:
                 board.ask(found.rank, found.slower)
                 self._waiting[found.rank] = found, now[found.rank].requests + 1, 0
 
-    def _tell_causes(self, now: Mapping[int, PaceSnapshot]) -> None:
+    def _tell_causes(self, now: Mapping[int, PaceSnapshot], now_s: float) -> None:
         for rank, (found, request, windows) in list(self._waiting.items()):
             last = now[rank]
             self._waiting[rank] = found, request, windows + 1
             answered = last.requests >= request and last.cause is not None
             if answered or windows >= _PATIENCE:
                 del self._waiting[rank]
-                self._say(found, last, (last.cause or "") if answered else "")
+                self._say(found, last, (last.cause or "") if answered else "", now_s)
 
-    def _say(self, found: SlowRank, snapshot: PaceSnapshot, cause: str) -> None:
-        row = slow_row(found, snapshot.who, snapshot.host, cause, self._clock.now_s())
-        if len(self.told) < _MOST_TOLD:
-            self.told.append(row)
-            self.tell(row)
+    def _say(self, found: SlowRank, snapshot: PaceSnapshot, cause: str, now_s: float) -> None:
+        self.found.append(slow_row(found, snapshot.who, snapshot.host, cause, now_s))
 
-    def finish(self) -> None:
-        """No more steps come: tell the diagnoses that still wait for a cause."""
+    def finish(self, now_s: float) -> None:
+        """Tell the diagnoses that still wait for a cause."""
         for found, _, _ in self._waiting.values():
             last = self._before[found.rank]
-            self._say(found, last, last.cause or "")
+            self._say(found, last, last.cause or "", now_s)
         self._waiting, self._board = {}, None
+
+
+def _nothing() -> None:
+    """The thread leaves nothing to do."""
 
 
 class MemoryBoard:
