@@ -6,6 +6,8 @@ from typing import Any
 
 from polytempo.diagnosis.slow_rank import SlowRank
 
+UNREAD = "its computations take longer"
+"""The cause where no host is read."""
 _READING = 0.15
 """A rank that spends so much more of its time on batches than its peers is slow because of them."""
 
@@ -20,7 +22,7 @@ def _why(found: SlowRank, cause: str) -> str:
     if found.read_share - found.peers_read_share > _READING:
         peers = f"{100 * found.peers_read_share:.0f} % on its peers"
         return f"getting batches takes {100 * found.read_share:.0f} % of its time ({peers})"
-    return cause or "its computations take longer, and nothing on its host explains it"
+    return cause or f"{UNREAD}, and nothing on its host explains it"
 
 
 def slow_row(found: SlowRank, who: str, host: str, cause: str, at_s: float, kind: str = "rank") -> dict[str, Any]:

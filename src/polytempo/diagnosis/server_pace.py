@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polytempo.diagnosis.pace import PaceWindow
-from polytempo.diagnosis.sentence import slow_row
+from polytempo.diagnosis.sentence import UNREAD, slow_row
 from polytempo.diagnosis.slow_rank import SlowRankJudge
 
 _PATIENCE = 4
@@ -47,7 +47,7 @@ class ServedPaces:
         window = PaceWindow(self._first_step, step, self._busy_s, dict.fromkeys(self._busy_s, 0.0))
         self._busy_s, self._first_step, self._rows = {}, step, 0
         found = self._judge.take(window)
-        return [slow_row(each, f"worker {each.rank}", "", "", float(row["seconds"]), "worker") for each in found]
+        return [slow_row(each, f"worker {each.rank}", "", UNREAD, float(row["seconds"]), "worker") for each in found]
 
     def _busy_in_batch(self, before: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
         lived_s = row["seconds"] - before["seconds"]

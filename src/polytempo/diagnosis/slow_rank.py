@@ -133,7 +133,8 @@ def _excess(busy_s: np.ndarray) -> np.ndarray:
     """The logarithm of each rank's seconds over the median of the others. Shape (ranks,)."""
     values: np.ndarray = np.log(busy_s)
     if len(values) == 2:
-        return values - values[::-1]
+        mirrored: np.ndarray = values - values[::-1]
+        return mirrored
     if len(values) > _FEW_RANKS:  # one more hardly moves a median of many
         centred: np.ndarray = values - np.median(values)
         return centred

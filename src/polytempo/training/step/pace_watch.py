@@ -19,7 +19,7 @@ import torch
 
 from polytempo.diagnosis.host_sample import HostSample, cause_between
 from polytempo.diagnosis.pace import PaceSnapshot, RankTimes, window_between
-from polytempo.diagnosis.sentence import slow_row
+from polytempo.diagnosis.sentence import UNREAD, slow_row
 from polytempo.diagnosis.slow_rank import SlowRank, SlowRankJudge
 from polytempo.training.checkpoint.background import Background
 
@@ -229,7 +229,7 @@ class PaceMeeting:
         self._before = dict(now)
         for found in self._judge.take(window):
             if self._samples is None:
-                self._say(found, now[found.rank], "", now_s)
+                self._say(found, now[found.rank], UNREAD, now_s)
             else:
                 board.ask(found.rank, found.slower)
                 self._waiting[found.rank] = found, now[found.rank].requests + 1, 0
