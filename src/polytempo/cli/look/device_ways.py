@@ -39,13 +39,13 @@ class DeviceWays(NamedTuple):
 
 
 class HostCopies(NamedTuple):
-    """HostCopies of one worker in one exchange."""
+    """Copies of one worker in one exchange."""
 
     to_host: float
     """Bytes."""
     from_host: float
     number: float
-    """HostCopies both ways together."""
+    """Copies both ways together."""
 
 
 def device_ways(device: str) -> DeviceWays | None:
