@@ -179,7 +179,7 @@ class Served:
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
-            return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode()
+            return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode(errors="replace")
         finally:
             connection.close()
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from live_pages import NUM_STEPS, Served, serving, write_run
 from polytempo.report.runs import read_events
+from polytempo.ui.application import MOST_STREAMS
+from polytempo.ui.hub import LOOK_S, Watch
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
 from polytempo.ui.run_columns import RunColumns
@@ -147,6 +149,47 @@ def test_a_view_of_several_has_their_differences(served: Served) -> None:
     found = served.parts("kind=compare&run=digits-sync&run=many/02-gossip&pixels=50", 2)
     assert {row[0] for row in found["compared"]["settings"] if row[1]} == {"strategy"}
     assert {curve["run"] for curve in found["curves"]["curves"]["loss"]} == {0, 1}
+
+
+def test_a_run_that_is_resumed_after_its_end_is_read_again(tmp_path: Path) -> None:
+    watch = Watch(write_run(tmp_path / "run"))
+    watch.look()
+    assert watch.columns.ended
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"kind": "train", "step": NUM_STEPS + 1, "loss": 1.0}) + "\n")
+    watch.look()
+    assert watch.columns.num_rows == NUM_STEPS + NUM_STEPS // 10, "the last look was now"
+    watch.looked_s -= 2 * LOOK_S
+    watch.look()
+    assert watch.columns.num_rows == NUM_STEPS + NUM_STEPS // 10 + 1
+
+
+def test_a_logged_picture_is_shown_and_no_other_file(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", state="running")
+    png = b"\x89PNG\r\n\x1a\n and so on"
+    (folder / "images").mkdir()
+    for name in ("good.png", "unlogged.png"):
+        (folder / "images" / name).write_bytes(png)
+    (folder / "images" / "markup.png").write_text("<svg onload='alert(1)'>")
+    (folder / "images" / "link.png").symlink_to(folder / "images" / "good.png")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "other.png").write_bytes(png)
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    logged = ["images/good.png", "images/markup.png", "images/link.png", "images/nothing.png", "linked/other.png"]
+    with (folder / "events.jsonl").open("a") as stream:
+        for path in logged:
+            stream.write(json.dumps({"kind": "image", "name": "filters", "step": 1, "path": path}) + "\n")
+    with serving(tmp_path) as page:
+        headers = {"Cookie": page.cookie()}
+        found = {path: page.ask(f"/picture?run=run&path={path}", headers=headers) for path in [*logged, "live.json"]}
+        assert [path for path, answer in found.items() if answer[0] == 200] == ["images/good.png"]
+        assert found["images/good.png"][1]["content-type"] == "image/png"
+        assert page.ask("/picture?run=run&path=images/unlogged.png", headers=headers)[0] == 404
+
+
+def test_closed_pages_leave_room_for_others(served: Served) -> None:
+    for _ in range(MOST_STREAMS + 20):
+        assert "runs" in served.parts("kind=runs", 1)
 
 
 def test_a_view_of_a_run_that_is_not_there_says_so(served: Served) -> None:

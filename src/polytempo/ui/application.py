@@ -54,6 +54,7 @@ class _Pages:
             Route("/assets/{name}", self.asset),
             Route("/events", self.events),
             Route("/report", self.report),
+            Route("/picture", self.picture),
             Route("/remove", self.remove, methods=["POST"]),
         ]
         self.application = Starlette(routes=routes)
@@ -116,6 +117,15 @@ class _Pages:
         except (KeyError, ValueError, OSError) as error:
             return PlainTextResponse(f"There is no report of this run: {error}", 404)
         return HTMLResponse(content, headers={"content-security-policy": REPORT_POLICY})
+
+    async def picture(self, request: Request) -> Response:
+        """A picture that the user's program has logged."""
+        asked = request.query_params
+        try:
+            content = await asyncio.to_thread(self._hub.picture, asked.get("run", ""), asked.get("path", ""))
+        except (KeyError, ValueError, OSError) as error:
+            return PlainTextResponse(f"There is no such picture: {error}", 404)
+        return Response(content, media_type="image/png")
 
     async def remove(self, request: Request) -> Response:
         """Delete or archive runs; the answer names each that stays, with the reason."""

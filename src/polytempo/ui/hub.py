@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
-from polytempo.core.system.url_path import Place
+from polytempo.core.system.files import is_folder, read
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.live_status import LiveStatus, read_status
 from polytempo.ui.page_view import PageView
 from polytempo.ui.run_columns import RunColumns
 from polytempo.ui.run_facts import differences, facts
-from polytempo.ui.run_list import RunList
+from polytempo.ui.run_list import GROWING, RunList, version_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
 
@@ -28,6 +29,7 @@ _READ_S = 0.7
 """The longest time of one look: a run of a million rows comes in parts."""
 _MOST_WATCHES, _MOST_VIEWS = 100, 256
 _NO_SPAN = (None, None)
+_PNG, _MOST_PICTURE = b"\x89PNG\r\n\x1a\n", 16 << 20
 
 Part = tuple[str, bytes]
 
@@ -42,12 +44,18 @@ class Watch:
         self.status: LiveStatus | None = None
         self.problem = ""
         """The reason why the run's files cannot be read; "" where they can."""
-        self._looked_s = -LOOK_S
+        self.looked_s = -LOOK_S
+        """The time of the last look, on the monotonic clock."""
+        self._rows_then: object = None
 
     def look(self) -> None:
         """Read the news, if the last look is a second ago."""
-        if time.monotonic() - self._looked_s < (LOOK_S - _READ_S if self.columns.behind else LOOK_S):
+        if time.monotonic() - self.looked_s < (LOOK_S - _READ_S if self.columns.behind else LOOK_S):
             return
+        rows = version_of(self.folder, GROWING)
+        if self.columns.ended and not self.columns.behind and rows != self._rows_then:
+            self.columns = RunColumns(self.folder)  # it was resumed, or begun again
+        self._rows_then = rows
         try:
             self.status = read_status(self.folder)
             self.columns.look(_READ_S)
@@ -55,7 +63,7 @@ class Watch:
         except (ValueError, OSError, RecursionError) as error:
             self.problem = str(error)[:500]
         self.trace.look()
-        self._looked_s = time.monotonic()
+        self.looked_s = time.monotonic()
 
 
 class Hub:
@@ -83,6 +91,24 @@ class Hub:
         if name not in self._list.folders:
             self.rows(fresh=True)
         return self._list.folders[name]
+
+    def picture(self, name: str, path: str) -> bytes:
+        """A picture that a run has logged, a PNG file. KeyError or ValueError for any other file."""
+        watch = self._watch(name)
+        with watch.lock:
+            watch.look()
+            paths = {each.get("path") for each in watch.columns.logged if each["kind"] == "image"}
+        if path not in paths or isinstance(watch.folder, UrlPath):
+            raise ValueError(f"{path!r} is not a picture that this run has logged")
+        folder = watch.folder
+        for part in path.split("/")[:-1]:
+            folder = folder / part
+            if not is_folder(folder):
+                raise ValueError(f"{folder} is not a folder, or is a link")
+        content = read(watch.folder / path, _MOST_PICTURE)
+        if not content.startswith(_PNG):
+            raise ValueError(f"{path!r} is not a PNG file")
+        return content
 
     def forget(self, name: str) -> None:
         """Leave out a run that was removed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,8 @@ from polytempo.report.status.records import RunFinished, RunStarted, StreamRecor
 
 FILES = ("live.json", "result.json", "metrics.jsonl", EVENTS)
 """Files that make a folder the folder of a run."""
+GROWING = ("metrics.jsonl", EVENTS)
+"""Files that a run appends to."""
 ARCHIVE = "archived"
 """The folder below the root that archived runs move to."""
 _NOT_RUNS = frozenset({*files.FOLDERS, ARCHIVE})
@@ -62,7 +64,7 @@ class RunList:
         return sorted(rows, key=lambda row: (row["state"] != "running", -(row["changed_s"] or 0.0), row["id"]))
 
     def _row(self, name: str, folder: Place) -> dict[str, Any]:
-        version = _version(folder)
+        version = version_of(folder)
         known = self._known.get(name)
         if known is None or known[0] != version or known[1]["state"] == "running" or version is None:
             try:
@@ -248,12 +250,12 @@ def _listing(folder: Place) -> tuple[set[str], list[str]]:
     return plain, sorted(below)
 
 
-def _version(folder: Place) -> tuple[tuple[int, int], ...] | None:
+def version_of(folder: Place, names: Sequence[str] = FILES) -> tuple[tuple[int, int], ...] | None:
     """Times and sizes of the run's files; None where a place has none."""
     if isinstance(folder, UrlPath):
         return None
     found = []
-    for name in FILES:
+    for name in names:
         try:
             about = (folder / name).lstat()
             found.append((about.st_mtime_ns, about.st_size))

@@ -57,7 +57,7 @@ export function runPage(id, parameters) {
       ["Loss", number(row.loss)], ["Accuracy", typeof row.accuracy === "number" ? percent(row.accuracy) : null],
       ["Samples/s", compact(row.samples_per_s), virtual ? "virtual clock" : ""],
       ["Step", whole(row.step), row.steps ? `of ${whole(row.steps)}` : ""], ["Epoch", number(row.epoch, 3), row.epochs ? `of ${number(row.epochs)}` : ""],
-      [virtual ? "Virtual time" : "Training time", seconds(row.seconds), virtual && row.began_s && row.written_s ? `${seconds(row.written_s - row.began_s)} on the real clock` : ""],
+      [virtual ? "Virtual time" : "Training time", seconds(row.seconds), virtual && row.began_s ? `${seconds(Math.round((running ? Date.now() / 1000 : row.written_s ?? row.changed_s) - row.began_s))} on the real clock` : ""],
       ["Sent per rank", row.bytes_sent_per_rank === undefined ? null : bytes(row.bytes_sent_per_rank)],
       ["Communication", row.communication_share === undefined ? null : percent(row.communication_share), "of the time"],
       ["Staleness", typeof row.staleness === "number" ? number(row.staleness, 3) : null, "updates"],
@@ -129,7 +129,13 @@ export function runPage(id, parameters) {
       events.replaceChildren(element("div", { class: "card tall" }, table([{ name: "Time", text: true }, "Step", { name: "Kind", text: true }, { name: "What happened", text: true }], rows, { label: "Events" }), saved.length ? element("p", { class: "caption" }, `and ${whole(saved.length)} checkpoints before`) : null));
     }
     showSection(logged, (curves.logged || []).length > 0);
-    logged.replaceChildren(...(curves.logged || []).slice(-10).reverse().map((each) => element("div", { class: "card" }, element("h3", {}, `${each.name || ""}, step ${whole(each.step)}`), element("p", {}, each.kind === "text" ? each.text : ""))));
+    const version = JSON.stringify(curves.logged || []);
+    if (logged.dataset.version !== version) {
+      logged.dataset.version = version;
+      logged.className = "grid";
+      logged.replaceChildren(...(curves.logged || []).slice(-12).reverse().map((each) => element("section", { class: "card" }, element("h3", {}, `${each.name || ""}, step ${whole(each.step)}`),
+        each.kind === "image" ? element("img", { class: "logged", alt: `${each.name}, step ${each.step}`, src: `picture?${new URLSearchParams({ run: id, path: each.path })}` }) : element("pre", {}, each.text || ""))));
+    }
   }
 
   function drawActivity() {
