@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from live_pages import NUM_STEPS, Served, serving, write_run
 from polytempo.report.runs import read_events
 from polytempo.ui.application import MOST_STREAMS
-from polytempo.ui.hub import LOOK_S, Watch
+from polytempo.ui.hub import LOOK_S, LookPace, Watch
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
 from polytempo.ui.run_columns import RunColumns
@@ -152,7 +152,7 @@ def test_a_view_of_several_has_their_differences(served: Served) -> None:
 
 
 def test_a_run_that_is_resumed_after_its_end_is_read_again(tmp_path: Path) -> None:
-    watch = Watch(write_run(tmp_path / "run"))
+    watch = Watch(write_run(tmp_path / "run"), LookPace(None))
     watch.look()
     assert watch.columns.ended
     with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
@@ -231,6 +231,27 @@ def test_a_part_of_a_curve_has_its_own_pixels() -> None:
     curve = sampled(x, x, 100, 1_000.0, 1_049.0)
     assert curve.x.tolist() == list(range(1_000, 1_050))
     assert sampled(x, x, 100).low.tolist() == [10_000.0 * n for n in range(100)]
+
+
+# ---------------------------------------------------------------- pace
+
+
+def test_the_page_looks_less_often_if_it_takes_more_than_its_share() -> None:
+    """A look costs 20 ms: at a share of 0.5 % of a core there is time for one every four seconds."""
+    now_s, used_s = [0.0], [0.0]
+    pace = LookPace(0.005, lambda: now_s[0], lambda: used_s[0])
+    for _ in range(40):
+        now_s[0] += pace.interval_s
+        used_s[0] += 0.02
+        pace.look(running=True)
+    assert pace.interval_s == pytest.approx(4.0, rel=0.3)
+    for _ in range(40):
+        now_s[0] += pace.interval_s
+        used_s[0] += 1.0
+        pace.look(running=True)
+    assert pace.interval_s == 15.0
+    pace.look(running=False)
+    assert pace.interval_s == LOOK_S
 
 
 # ---------------------------------------------------------------- runs and their files

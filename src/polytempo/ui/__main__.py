@@ -13,7 +13,7 @@ import threading
 import msgspec
 
 from polytempo.ui.address import Address
-from polytempo.ui.companion import CompanionOrder, quietly
+from polytempo.ui.companion import SHARE, CompanionOrder, quietly
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
 
     serving.set()
     address = Address(order.host, socket.socket(fileno=order.descriptor), order.token)
-    serve(place(order.root), address, over.is_set)
+    serve(place(order.root), address, over.is_set, share=SHARE)
 
 
 if __name__ == "__main__":

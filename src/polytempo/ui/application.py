@@ -20,7 +20,7 @@ from polytempo.core.system.url_path import Place
 from polytempo.report.pages.page import page
 from polytempo.report.pictures.style import COLORS, DASHES, css_variables
 from polytempo.report.runs import load_run
-from polytempo.ui.hub import LOOK_S, Hub
+from polytempo.ui.hub import Hub, LookPace
 from polytempo.ui.page_guard import REPORT_POLICY
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
@@ -40,14 +40,14 @@ class Removal(msgspec.Struct, frozen=True):
     archive: bool = False
 
 
-def application(root: Place) -> Starlette:
-    """The application for the runs below `root`."""
-    return _Pages(root).application
+def application(root: Place, share: float | None = None) -> Starlette:
+    """The application for the runs below `root`; `share`: the part of a core that it may use while runs go on."""
+    return _Pages(Hub(root, LookPace(share))).application
 
 
 class _Pages:
-    def __init__(self, root: Place) -> None:
-        self._hub = Hub(root)
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
         self._streams = 0
         routes = [
             Route("/", self.page),
@@ -101,8 +101,9 @@ class _Pages:
                     if sent.get("problem") != content:
                         sent["problem"] = content
                         yield _event("problem", content)
-                await asyncio.sleep(LOOK_S)
-                quiet_s += LOOK_S
+                pause_s = self._hub.pace.interval_s
+                await asyncio.sleep(pause_s)
+                quiet_s += pause_s
                 if quiet_s >= _QUIET_S:
                     quiet_s = 0.0
                     yield b": \n\n"

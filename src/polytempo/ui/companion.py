@@ -18,6 +18,8 @@ import msgspec
 
 from polytempo.ui.address import listen
 
+SHARE = 0.005
+"""The part of a core that a page takes at most while runs go on."""
 _END_S = 8.0
 NEEDED = ("starlette", "uvicorn")
 

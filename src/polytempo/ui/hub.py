@@ -1,4 +1,4 @@
-"""`Hub`: reads runs at most once a second, however many pages look at them, and makes each view once.
+"""`Hub`: reads runs at the page's pace, however many browsers look at them, and makes each view once.
 
 files of runs ──▶ RunList, Watch (one a run) ──▶ Hub ──▶ parts of a view as JSON ──▶ every page with that view
 """
@@ -23,8 +23,9 @@ from polytempo.ui.run_list import GROWING, RunList, version_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
 
-LOOK_S = 1.0
-"""The least time between two looks at a run's files."""
+LOOK_S, SLOWEST_S = 1.0, 15.0
+"""The least and the greatest time between two looks."""
+_WINDOW_S, _STEP = 3.0, 2.0
 _READ_S = 0.7
 """The longest time of one look: a run of a million rows comes in parts."""
 _MOST_WATCHES, _MOST_VIEWS = 100, 256
@@ -34,11 +35,47 @@ _PNG, _MOST_PICTURE = b"\x89PNG\r\n\x1a\n", 16 << 20
 Part = tuple[str, bytes]
 
 
+class LookPace:
+    """The interval of looks. share: the part of a core, 0 to 1, that this process may use; None: any.
+
+        pace = LookPace(0.005)
+        pace.look(running=True)
+        pace.interval_s               # 1 s, or longer if looks and pages are many
+
+    Every three seconds the interval grows or shrinks, at most twofold, by the used part of a core over `share`.
+    """
+
+    def __init__(
+        self,
+        share: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.interval_s = LOOK_S
+        """The time between two looks now."""
+        self._share, self._clock, self._used = share, clock, used
+        self._since = clock(), used()
+
+    def look(self, *, running: bool) -> None:
+        """Take note of the processor time; `running`: a run goes on, which the page could hold up."""
+        if self._share is None or not running:
+            self.interval_s = LOOK_S
+            return
+        now_s, used_s = self._clock(), self._used()
+        passed_s = now_s - self._since[0]
+        if passed_s < max(_WINDOW_S, self.interval_s):
+            return
+        over = (used_s - self._since[1]) / passed_s / self._share
+        self._since = now_s, used_s
+        wanted_s = self.interval_s * min(_STEP, max(1 / _STEP, over))
+        self.interval_s = min(SLOWEST_S, max(LOOK_S, wanted_s))
+
+
 class Watch:
     """One run that a page looks at."""
 
-    def __init__(self, folder: Place) -> None:
-        self.folder = folder
+    def __init__(self, folder: Place, pace: LookPace) -> None:
+        self.folder, self._pace = folder, pace
         self.lock = threading.Lock()
         self.columns, self.trace = RunColumns(folder), RunTrace(folder)
         self.status: LiveStatus | None = None
@@ -50,7 +87,7 @@ class Watch:
 
     def look(self) -> None:
         """Read the news, if the last look is a second ago."""
-        if time.monotonic() - self.looked_s < (LOOK_S - _READ_S if self.columns.behind else LOOK_S):
+        if time.monotonic() - self.looked_s < (LOOK_S - _READ_S if self.columns.behind else self._pace.interval_s):
             return
         rows = version_of(self.folder, GROWING)
         if self.columns.ended and not self.columns.behind and rows != self._rows_then:
@@ -69,8 +106,8 @@ class Watch:
 class Hub:
     """The runs below `root`, for any number of pages. All methods may be called from several threads."""
 
-    def __init__(self, root: Place) -> None:
-        self.root = root
+    def __init__(self, root: Place, pace: LookPace) -> None:
+        self.root, self.pace = root, pace
         self._list = RunList(root)
         self._rows: list[dict[str, Any]] = []
         self._listed_s = -LOOK_S
@@ -81,8 +118,9 @@ class Hub:
     def rows(self, *, fresh: bool = False) -> list[dict[str, Any]]:
         """The rows of all runs, at most a second old; `fresh`: of now."""
         with self._lock:
-            if fresh or time.monotonic() - self._listed_s >= LOOK_S:
+            if fresh or time.monotonic() - self._listed_s >= self.pace.interval_s:
                 self._rows = self._list.look()
+                self.pace.look(running=any(row["state"] == "running" for row in self._rows))
                 self._listed_s = time.monotonic()
             return self._rows
 
@@ -128,7 +166,7 @@ class Hub:
         """The part, made again after a second."""
         with self._lock:
             known = self._made.get((view, name))
-            if known is not None and time.monotonic() - known[0] < LOOK_S:
+            if known is not None and time.monotonic() - known[0] < self.pace.interval_s:
                 return known[1]
         content = msgspec.json.encode(make())
         with self._lock:
@@ -157,7 +195,7 @@ class Hub:
     def _watch(self, name: str) -> Watch:
         folder = self.folder(name)
         with self._lock:
-            found = self._watches.pop(name, None) or Watch(folder)
+            found = self._watches.pop(name, None) or Watch(folder, self.pace)
             self._watches[name] = found
             while len(self._watches) > _MOST_WATCHES:
                 self._watches.popitem(last=False)

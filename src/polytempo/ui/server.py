@@ -19,12 +19,14 @@ LAST_LOOK_S = 2.0
 """The time that open pages have to show the end of the run."""
 
 
-def serve(root: Place, address: Address, until: Callable[[], bool] | None = None) -> None:
+def serve(
+    root: Place, address: Address, until: Callable[[], bool] | None = None, *, share: float | None = None
+) -> None:
     """Serve the runs below `root` at `address` until Ctrl-C, SIGTERM, or `until()` is true and open pages have had 2 s.
 
     The address is closed."""
     config = uvicorn.Config(
-        PageGuard(application(root), address.host, address.port, address.token),
+        PageGuard(application(root, share), address.host, address.port, address.token),
         log_level="critical",
         access_log=False,
         lifespan="off",
