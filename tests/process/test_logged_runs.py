@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polytempo as pt
+import warm
 from polytempo.core.system.folder_lock import FolderTaken
 from polytempo.jobs import find
 from polytempo.report.status.records import Logged, LoggedImage, LoggedText, RunFinished, RunStarted
@@ -104,3 +105,31 @@ def test_a_loop_without_a_folder_names_the_argument_and_a_folder_in_use_is_refus
         handle.detach()
 
     together(1, work)
+
+
+PROGRAM = """
+import torch
+import polytempo as pt
+
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+handle = pt.attach(net, optimizer, "sync_sgd", out="run")
+net(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+handle.log(first=1.0)
+"""
+
+
+@pytest.mark.parametrize(("ending", "state", "why"), [("", "finished", ""), ("raise KeyError('x')", "failed", "'x'")])
+def test_a_loop_that_nobody_has_detached_ends_with_its_program(
+    ending: str, state: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "loop.py").write_text(PROGRAM + ending)
+    done = warm.run(["loop.py"], tmp_path)
+    assert (done.returncode != 0) == bool(ending)
+    assert "Exception ignored" not in done.stderr
+    started, logged, finished = stream(tmp_path / "run")
+    assert isinstance(started, RunStarted)
+    assert logged == Logged(step=1, values={"first": 1.0})
+    assert finished == RunFinished(state=state, why=why)  # type: ignore[arg-type]
+    assert not list((tmp_path / "run").glob(".lock*"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +19,7 @@ from polytempo.training.observe.user_log import UserLog, set_user_log
 
 
 class LoopFolder:
-    """Holds the folder `out` from its making to `close`. The files begin with the first row, or at the end.
+    """Holds the folder `out` from its making to `close`, or to the end of the program. Files begin with the first row.
 
     They are new ones, unless the loop has loaded a state: then rows up to its step stay. Errors: `FolderTaken`.
     """
@@ -29,6 +31,7 @@ class LoopFolder:
         self._writer: MetricsWriter | None = None
         self._resumed_at: int | None = None
         self._closed = False
+        atexit.register(self._at_exit)
 
     def resumed(self, step: int) -> None:
         """The loop goes on after so many steps."""
@@ -41,10 +44,18 @@ class LoopFolder:
 
     def close(self) -> None:
         """Write the end; closing twice is harmless."""
+        self._end(None)
+
+    def _at_exit(self) -> None:
+        """The program ends, perhaps by an exception, and nobody has closed the folder."""
+        self._end(getattr(sys, "last_value", None))
+
+    def _end(self, error: BaseException | None) -> None:
         if not self._closed:
+            atexit.unregister(self._at_exit)
             self._opened()
             self._closed = True
-            self._stack.close()
+            self._stack.__exit__(None if error is None else type(error), error, None)
 
     def _opened(self) -> MetricsWriter:
         if self._writer is None:
