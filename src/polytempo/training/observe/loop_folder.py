@@ -47,7 +47,7 @@ class LoopFolder:
         self._end(None)
 
     def _at_exit(self) -> None:
-        """The program ends, perhaps by an exception, and nobody has closed the folder."""
+        """Close the folder at the end of the program, perhaps by an exception."""
         self._end(getattr(sys, "last_value", None))
 
     def _end(self, error: BaseException | None) -> None:
