@@ -31,7 +31,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_re
 	branch_runs codistillation comm_hook_ends drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
 	engines faults first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
-	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe progress remote_engine replay \
+	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
 	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
 	split split_stage_runs split_stages sudden_death url_runs validate) \

@@ -119,6 +119,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.predict.calibrate"): TORCH,
     ("cli/main.py", "polytempo.cli.predict.validate"): TORCH,
     ("cli/main.py", "polytempo.cli.predict.profile"): TORCH,
+    ("cli/main.py", "polytempo.cli.predict.run_profile"): TORCH,
     ("cli/main.py", "polytempo.cli.look.doctor"): TORCH,
     ("cli/main.py", "polytempo.cli.look.ui"): TORCH,
     ("cli/main.py", "polytempo.cli.horovod.horovodrun"): TORCH,

@@ -18,6 +18,7 @@ CHAPTERS = {
     "PT18": "Map and reduce",
     "PT19": "Devices",
     "PT20": "Starts from other runs",
+    "PT24": "Profiles",
 }
 HEAD = """# Refusals
 

@@ -33,6 +33,7 @@ from polytempo.cli.options.request import (
     train_request,
 )
 from polytempo.cli.options.shown_page import live_page
+from polytempo.cli.options.values import is_folder
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
 from polytempo.cli.run.compress_options import CompressOptions
@@ -266,10 +267,16 @@ def calibrate(asked: CalibrateOptions) -> None:
 @app.command()
 @takes(ProfileOptions)
 def profile(asked: ProfileOptions) -> None:
-    """Show the costs of a step of JOB, operator by operator.
+    """Show the costs of a step of JOB, or the steps that RUN has recorded with --profile, operator by operator.
 
-    Times are measured on this machine, on one thread; with --cluster predictions by its kernels stand beside them.
+    Of a job: times are measured on this machine, on one thread; with --cluster predictions by its kernels stand beside
+    them. Of a run: the time of each rank in operations, exchanges and waits, and a trace for Perfetto.
     """
+    if is_folder(asked.job):
+        from polytempo.cli.predict.run_profile import run_profile  # loads the trace
+
+        run_profile(asked)
+        return
     from polytempo.cli.predict.profile import profile as command  # imports torch, which takes seconds
 
     command(asked)

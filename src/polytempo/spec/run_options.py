@@ -30,6 +30,7 @@ from polytempo.spec.table.option import (
     unknown_option,
 )
 from polytempo.spec.table.option_keywords import OptionKeywords
+from polytempo.spec.text.profiled_steps import ProfiledSteps, profiled_steps
 from polytempo.spec.tracker_call import TrackerCall, trackers_like, trackers_of
 
 if TYPE_CHECKING:
@@ -225,6 +226,13 @@ class RunOptions:
     run's folder in a process beside the run, which does not wait for them. See `docs/trackers.md`.
     """
 
+    profile: Annotated[ProfiledSteps | None, Option(FOLDER, "STEPS", PROCESSES, read=profiled_steps)] = None
+    """Record steps with torch.profiler, such as 20:30, on the first 8 ranks; 20:30@0,3 and 20:30@all choose others.
+
+    20:30 are the ten steps 20 to 29, counted from 0. `polytempo profile RUN` shows them as a table, and writes a trace
+    for Perfetto. It changes no bit of the run. See `docs/seeing-a-run.md`.
+    """
+
     def __post_init__(self) -> None:
         """Refuse values that no run could use. Text is read as on the command line."""
         for name, entry in entries(RunOptions).items():
@@ -240,7 +248,7 @@ class RunOptions:
                 f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
                 "all together; leave one of them out"
             )
-        for name in ("resume", "checkpoint_every", "trackers"):
+        for name in ("resume", "checkpoint_every", "trackers", "profile"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
         if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:

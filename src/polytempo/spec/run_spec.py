@@ -225,6 +225,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "weight": job.weight is not None,
         "no folder": options.out is None,
         "folder at a URL": ":" in str(options.out),
+        "profile": options.profile is not None,
     }
     refuse(
         strategy.features

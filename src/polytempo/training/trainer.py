@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
@@ -62,6 +62,7 @@ from polytempo.training.parts.staged_training import cut_of, staged, staged_step
 from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.pace_store import watch_pace
 from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 from polytempo.worlds.trace import COMMUNICATION
@@ -182,6 +183,9 @@ class Trainer:
             context = replace(context, record=record, leaves=leaves, asks=asks)
             if context.replica.pace is not None:
                 context.replica.pace.tell = context.record
+            if self.options.profile is not None and out is not None:
+                profiler = files.enter_context(closing(StepProfiler(world, self.options.profile, out)))
+                context = replace(context, begins=profiler.begins)
             world.begin()
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()

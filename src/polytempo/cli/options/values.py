@@ -44,6 +44,17 @@ def job(given: object) -> str:
     return text
 
 
+def job_or_run(given: object) -> str:
+    """A job that exists, or the folder or URL of a run."""
+    text = written(given)
+    return text if is_folder(text) else job(text)
+
+
+def is_folder(text: str) -> bool:
+    """True for a folder that is there, and for a URL."""
+    return "://" in text or Path(text).is_dir()
+
+
 def strategy(given: object) -> str:
     """Strategies that exist, with arguments that they have."""
     for each in split_calls(text := written(given)):

@@ -86,7 +86,8 @@ class CalibrateOptions:
 class ProfileOptions:
     """Options of `polytempo profile`."""
 
-    job: Job
+    job: Annotated[str, Option(ARGUMENT, "JOB|RUN", read=values.job_or_run, complete=job_names)]
+    """A job, or the folder of a run that was made with --profile."""
     strategy: Strategy = "sync_sgd"
     workers: Workers = 2
     batch_size: BatchSize = None

@@ -19,6 +19,7 @@ from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
+from polytempo.spec.text.profiled_steps import ProfiledSteps, profiled_steps
 from polytempo.spec.tracker_call import trackers_of
 from polytempo.strategies import sync_sgd
 from polytempo.trackers.table import check_libraries
@@ -35,6 +36,7 @@ from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
+from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -57,6 +59,7 @@ def attach(
     precision: Precision | str | None = None,
     out: Place | str | None = None,
     trackers: Sequence[object] | str = (),
+    profile: ProfiledSteps | str | None = None,
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
 
@@ -91,13 +94,13 @@ def attach(
     at it, with the rank's `batch_size`. `precision`: 16-bit parameters. `world`: by default from `pt.init()`.
 
     `out`: a folder for `handle.log`, `pt.log` and the run's stream, which rank 0 holds until `detach`. `trackers` show
-    it meanwhile, as in `RunOptions`.
-
+    it meanwhile, as in `RunOptions`. `profile`: steps that torch.profiler records there, as text: "20:30".
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.
     """
     shown = _shown(trackers, out)
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
+    steps = _profiled(profile, strategy, out is not None)
     noise, served = _probe(noise_scale, batch_size), strategy.server is not None
     options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits)
     branched = _branched(model, Threads(threads, inter_threads), bits)
@@ -105,7 +108,24 @@ def attach(
     handle.threaded = branched.apply(model)
     if out is not None:
         _log_into(place(out), handle, model, strategy, shown)
+        _record(handle, steps, place(out))
     return handle
+
+
+def _record(handle: Handle | ServedHandle, steps: ProfiledSteps | None, out: Place) -> None:
+    """Record the steps in the folder `out`."""
+    if steps is not None and isinstance(handle, Handle):
+        handle.profiler = StepProfiler(handle.world, steps, out)
+        handle.profiler.begins(0)
+
+
+def _profiled(profile: ProfiledSteps | str | None, strategy: Strategy, has_folder: bool) -> ProfiledSteps | None:
+    if profile is None:
+        return None
+    if not has_folder:
+        raise ValueError(f"profile={profile} needs a folder; give out=… as well")
+    refuse(strategy.features | {"own loop", "profile"}, strategy=strategy)
+    return profiled_steps(profile)
 
 
 def _shown(trackers: object, out: object) -> tuple[object, ...]:
@@ -126,6 +146,8 @@ def _log_into(
         name = type(model).__name__
         start = RunStarted(job=name, strategy=str(strategy), world="process", workers=world.size)
         folder = LoopFolder(out, start, trackers)
+        if world.deaths is not None:
+            world.deaths.on_death(folder.died)
     here = ref(handle)  # a handle's hooks keep it alive, and nothing else must
     log = UserLog(None if folder is None else folder.record, out, lambda: getattr(here(), "step", 0))
     handle.loop_log.begin(log, folder)

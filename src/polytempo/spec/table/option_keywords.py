@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.precision import Precision
+from polytempo.spec.text.profiled_steps import ProfiledSteps
 
 if TYPE_CHECKING:
     from polytempo.core.system.url_path import Place  # imports torch, which the command line reads options without
@@ -48,3 +49,4 @@ class OptionKeywords(TypedDict, total=False):
     checkpoint_every: int | None
     grace_s: float
     trackers: Sequence[object] | str
+    profile: ProfiledSteps | str | None

@@ -31,6 +31,7 @@ from polytempo.training.observe.loop_folder import LoopLog
 from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.worlds import ProcessWorld
 
 
@@ -62,6 +63,8 @@ class Handle:
         if replica.exchanges_gradients and Promise.LINEAR not in replica.strategy.gradients.promises:
             replica.loss_scale = scale
         agreed_scale = scale if feels_scales else None
+        self.profiler: StepProfiler | None = None
+        """Records steps of the loop, where `attach` was asked to."""
         self._backward = Backward(world, ports, replica, self._members, scale=agreed_scale)
         self._watch: PreemptionWatch | None = None
         self._asked = 0
@@ -97,6 +100,8 @@ class Handle:
         """The hook that keeps an optimizer's handle alive."""
         if self._step.ends():
             self._step.after_step()
+            if self.profiler is not None:
+                self.profiler.begins(self.step)
 
     # ------------------------------------------------------------------ contexts
 
@@ -335,6 +340,8 @@ class Handle:
             own_parameters(self.world, self.replica.trainable, self._turns.common)
         if self.one_copy is not None:
             self.one_copy.detach()
+        if self.profiler is not None:
+            self.profiler.close()
         self.attached = False
         self._catch_up()
 

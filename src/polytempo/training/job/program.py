@@ -121,6 +121,8 @@ class TrainingContext:
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     leaves: Callable[[int], bool] = field(default=lambda step: False)
     """True if all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    begins: Callable[[int], object] = field(default=lambda step: None)
+    """Hears the number of each step of this rank before it."""
     first_steps: int = 0
     """Steps of an epoch before its batches have grown."""
     growth: NormGrowth | GeometricGrowth | None = None
@@ -267,6 +269,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if context.replica.pace is not None:
             context.replica.pace.has_batch()
         context.observer.begins(port.rank, step)
+        context.begins(step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
         weighed = await _weighed(data, context, batch)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from polytempo.core.system import files
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.core.system.folder_lock import held
 from polytempo.core.system.url_path import Place
-from polytempo.report.status.event_log import logged
+from polytempo.report.status.event_log import EventLog, logged
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.report.status.records import RunStarted
+from polytempo.report.status.records import RunStarted, diagnosis_of
 from polytempo.trackers.tracked import tracked_loop
 from polytempo.training.observe.user_log import UserLog, set_user_log
 
@@ -32,6 +34,8 @@ class LoopFolder:
         self._resumed_at: int | None = None
         self._closed = False
         atexit.register(self._at_exit)
+        self._events: EventLog | None = None
+        self._began_s = time.time()
 
     def resumed(self, step: int) -> None:
         """The loop goes on after so many steps."""
@@ -41,6 +45,12 @@ class LoopFolder:
     def record(self, row: dict[str, Any]) -> None:
         """Write a row."""
         self._opened().write(row)
+
+    def died(self, death: FirstFailure) -> None:
+        """Write the first failure of the ranks."""
+        self._opened()
+        if self._events is not None:
+            self._events.append(diagnosis_of(death, time.time() - self._began_s))
 
     def close(self) -> None:
         """Write the end; closing twice is harmless."""
@@ -61,7 +71,7 @@ class LoopFolder:
         if self._writer is None:
             resume = self._resumed_at is not None
             self._stack.enter_context(tracked_loop(self._start, self._trackers, self._out, resumed=resume))
-            self._stack.enter_context(logged(self._out, self._start, resume=resume))
+            self._events = self._stack.enter_context(logged(self._out, self._start, resume=resume))
             writer = MetricsWriter(self._out / "metrics.jsonl", resumed_at=self._resumed_at)
             self._writer = self._stack.enter_context(writer)
         return self._writer

@@ -1,0 +1,34 @@
+"""Record four steps of a loop with torch.profiler: computing, exchanges and waits of each rank.
+
+python examples/profiled_loop.py
+torchrun --standalone --nproc-per-node 2 examples/profiled_loop.py
+polytempo profile runs/profiled-loop
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.report.status.profile_trace import read_profiles, totals
+
+pt.init()
+torch.manual_seed(0)
+digits = pt.data.digits()
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+handle = pt.attach(model, optimizer, out="runs/profiled-loop", profile="20:24")
+for images, labels in pt.shard(digits.train, batch_size=32):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+handle.detach()
+if handle.world.rank == 0:
+    profile = read_profiles(Path("runs/profiled-loop"))[0]
+    for total in totals(profile.slices)[:5]:
+        print(
+            f"{total.name}: {total.calls} calls, {1e3 * total.seconds:.2f} ms in {profile.last - profile.first} steps"
+        )
