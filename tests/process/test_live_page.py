@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +21,8 @@ import polytempo as pt
 from live_pages import Served, serving, write_run
 from polytempo.cli.main import app
 from polytempo.ui.companion import companion
+from polytempo.ui.run_facts import facts
+from polytempo.ui.run_list import facts_of
 from waiting import soon
 from warm import SOURCES
 
@@ -115,3 +120,19 @@ def test_a_watched_run_has_the_bits_of_one_that_is_not(strategy: str, tmp_path: 
     alone = runs(tmp_path / "alone")
     with watched(tmp_path):
         assert runs(tmp_path / "watched") == alone
+
+
+@pytest.mark.parametrize("world", ["process", "virtual"])
+def test_the_command_on_the_page_repeats_the_run(world: str, tmp_path: Path) -> None:
+    """Also for a job of a file, with a learning rate and a batch of one's own."""
+    (tmp_path / "mine.py").write_text("from polytempo import jobs\njob = jobs.find('digits')\n")
+    given: dict[str, Any] = {"steps": 3, "lr": 0.02, "batch_size": 8, "seed": 5, "threads": 1, "out": tmp_path / "run"}
+    begin = pt.run if world == "process" else pt.simulate
+    first = begin(f"{tmp_path}/mine.py:job", "local_sgd(period=2)", workers=2, **given)
+    found = facts(tmp_path / "run", facts_of(tmp_path / "run"))
+    assert found["settings"]["lr"] == "0.02"
+    assert found["environment"]["device"]
+    words = shlex.split(found["command"])
+    done = CliRunner().invoke(app, [*words[1:], "--json", "--out", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["parameters_sha256"] == first.parameters_sha256

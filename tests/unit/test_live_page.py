@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from live_pages import NUM_STEPS, Served, serving, write_run
 from polytempo.report.runs import read_events
+from polytempo.report.status.records import RunStarted
 from polytempo.ui.application import MOST_STREAMS
 from polytempo.ui.hub import LOOK_S, LookPace, Watch
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
 from polytempo.ui.run_columns import RunColumns
-from polytempo.ui.run_facts import command, differences
+from polytempo.ui.run_facts import command, differences, repeating
 from polytempo.ui.run_list import RunList, facts_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import compared, node_names, timeline, topology
@@ -366,6 +368,28 @@ def test_the_command_of_a_run() -> None:
     assert command({"strategy": "x"}, {}) == ""
     runs = [{"settings": {"seed": 0, "workers": 2}}, {"settings": {"seed": 1, "workers": 2}}]
     assert differences(runs) == [["workers", False, 2, 2], ["seed", True, 0, 1]]
+
+
+COMMANDS = [
+    ({}, "train", ""),
+    ({"lr": "0.1", "seed": "3"}, "train", " --lr 0.1 --seed 3"),
+    ({"until": "accuracy=0.9,loss=0.1"}, "train", " --until accuracy=0.9,loss=0.1"),
+    ({"allow_nan": "true", "callbacks": "keep(best=2)"}, "train", " --allow-nan --callback 'keep(best=2)'"),
+    ({"cluster": "ethernet(gbit_per_s=1)"}, "simulate", " --cluster 'ethernet(gbit_per_s=1)'"),
+    ({"cluster": "ib, stragglers x(1)"}, "simulate", " --cluster ib --stragglers 'x(1)'"),
+    ({"cluster": "measured on n1"}, "simulate", None),
+    ({"data": "…"}, "train", None),
+    ({"reshape": "2:3"}, "train", None),
+]
+
+
+@pytest.mark.parametrize(("settings", "verb", "rest"), COMMANDS)
+def test_the_command_that_repeats_a_run(settings: dict[str, str], verb: str, rest: str | None) -> None:
+    world = "virtual" if verb == "simulate" else "process"
+    start = RunStarted(job="j", strategy="s()", world=world, workers=2, origin="a.py:job", settings=settings)
+    whole = "" if rest is None else f"polytempo {verb} a.py:job --strategy 's()' --workers 2{rest}"
+    assert repeating(start) == whole
+    assert repeating(msgspec.structs.replace(start, origin=None)) == ""
 
 
 # ---------------------------------------------------------------- removals

@@ -47,6 +47,7 @@ from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.job.run_bound import bound_of
+from polytempo.training.job.run_settings import environment_of, settings_of
 from polytempo.training.job.start import replica_of, start_facts
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
@@ -342,8 +343,8 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     return take_step
 
 
-def start_of(spec: RunSpec, world: str) -> RunStarted:
-    """The start of a job's run in the "process" or "virtual" world."""
+def start_of(spec: RunSpec, world: str, **more: str) -> RunStarted:
+    """The start of a job's run in the "process" or "virtual" world. `more`: settings that are not options of a run."""
     return RunStarted(
         job=spec.job.name,
         strategy=str(spec.strategy),
@@ -352,6 +353,8 @@ def start_of(spec: RunSpec, world: str) -> RunStarted:
         steps=spec.options.steps,
         epochs=spec.epochs,
         origin=spec.job.origin,
+        settings=settings_of(spec) | more,
+        environment=environment_of(spec.options, spec.strategy),
     )
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
 from polytempo.core.system.url_path import Place
 from polytempo.report.runs import load_result
+from polytempo.report.status.event_log import FILE as EVENTS
+from polytempo.report.status.records import RunStarted
+from polytempo.ui.run_list import ends_of
 
 _SETTINGS = ("job", "strategy", "world", "workers", "steps", "epochs", "batch_size", "seed", "threads")
+_CALL = re.compile(r"\w+(\(.*\))?")
+_FLAGS = {"callbacks": "callback"}
+"""Options with another name on the command line."""
+_ALWAYS = ("job", "strategy", "world", "workers", "threads")
+"""Settings that are not options, and the threads, which the machine decides."""
 _HASHES = ("parameters_sha256", "trace_hash")
 _OUTCOME = (
     *("samples", "seconds", "samples_per_s", "loss", "accuracy", "train_loss", "bytes_sent_per_rank"),
@@ -24,12 +33,15 @@ def facts(folder: Place, row: dict[str, Any]) -> dict[str, Any]:
             result = load_result(folder)
         except (ValueError, OSError):
             result = {}
-    known = {**{name: row.get(name) for name in _SETTINGS}, **{name: result.get(name) for name in _SETTINGS}}
-    settings = {name: known[name] if known[name] is not None else row.get(name) for name in _SETTINGS}
+    start, _ = ends_of(folder / EVENTS)
+    told = {} if start is None else dict(start.settings)
+    known = {name: _first(result.get(name), row.get(name)) for name in (_ALWAYS if told else _SETTINGS)}
+    settings: dict[str, Any] = known | told
     server = result.get("server") if isinstance(result.get("server"), dict) else None
     return {
         "settings": {name: value for name, value in settings.items() if value not in (None, "")},
         "outcome": {name: result[name] for name in _OUTCOME if result.get(name) is not None},
+        "environment": {} if start is None else start.environment,
         "hashes": {name: result[name] for name in _HASHES if result.get(name) is not None},
         "server": None
         if server is None
@@ -37,12 +49,31 @@ def facts(folder: Place, row: dict[str, Any]) -> dict[str, Any]:
         "ledger": result.get("ledger"),
         "stages": result.get("stages"),
         "folder": str(folder),
-        "command": command(settings, result),
+        "command": repeating(start) if told and start is not None else command(settings, result),
     }
 
 
+def repeating(start: RunStarted) -> str:
+    """The command that repeats a run, from the settings in its start; "" where no command does.
+
+    None does for a job that is in no file, a cluster that was made in a program, and `reshape`.
+    """
+    cluster, _, stragglers = start.settings.get("cluster", "").partition(", stragglers ")
+    made = cluster and not _CALL.fullmatch(cluster)
+    cut = any(value.endswith("…") for value in start.settings.values())
+    if start.origin is None or made or cut or "reshape" in start.settings:
+        return ""
+    words = ["polytempo", "simulate" if start.world == "virtual" else "train", start.origin]
+    words += ["--strategy", start.strategy, "--workers", str(start.workers)]
+    for name, value in {**start.settings, "cluster": cluster, "stragglers": stragglers}.items():
+        if value:
+            flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+            words += [flag] if value == "true" else [flag, value]
+    return shlex.join(words)
+
+
 def command(settings: dict[str, Any], result: dict[str, Any]) -> str:
-    """The command that begins a run with these settings. Options that a run does not record are not in it."""
+    """The command of a run that has left no settings, from its result: it lacks, for example, `--lr`."""
     if not settings.get("job") or not settings.get("strategy"):
         return ""
     verb = "simulate" if settings.get("world") == "virtual" else "train"
@@ -62,10 +93,15 @@ def command(settings: dict[str, Any], result: dict[str, Any]) -> str:
 
 
 def differences(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """The settings of several runs as rows: a name, True where they differ, and each run's value."""
+    """The settings and environments of several runs as rows: a name, True where they differ, and each run's value."""
     found = []
-    for name in _SETTINGS:
-        values = [run["settings"].get(name) for run in runs]
-        if any(value is not None for value in values):
+    for part in ("settings", "environment"):
+        names = dict.fromkeys(name for run in runs for name in run.get(part, {}))
+        for name in sorted(names, key=lambda name: _SETTINGS.index(name) if name in _SETTINGS else len(_SETTINGS)):
+            values = [run.get(part, {}).get(name) for run in runs]
             found.append([name, len({str(value) for value in values}) > 1, *values])
     return found
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value not in (None, "")), None)

@@ -122,7 +122,7 @@ def _unknown(why: str) -> dict[str, Any]:
 
 def _from_rows(folder: Place) -> dict[str, Any]:
     """The facts of a run that has left rows and events only, such as a simulation that goes on."""
-    start, finish = _ends(folder / EVENTS)
+    start, finish = ends_of(folder / EVENTS)
     last: dict[str, dict[str, Any]] = {}
     for row in _lines(_tail(folder / "metrics.jsonl")):
         last[str(row.get("kind"))] = row
@@ -151,7 +151,7 @@ def _from_rows(folder: Place) -> dict[str, Any]:
     return found | {"done": done, "eta_s": _eta_s(found.get("began_s"), time.time(), done) if running else None}
 
 
-def _ends(path: Place) -> tuple[RunStarted | None, RunFinished | None]:
+def ends_of(path: Place) -> tuple[RunStarted | None, RunFinished | None]:
     """The last start of a run among its first and last events, and its end after it."""
     start: RunStarted | None = None
     finish: RunFinished | None = None

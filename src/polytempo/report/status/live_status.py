@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -172,7 +173,14 @@ class StatusNews:
     def __init__(self) -> None:
         self._started, self._events, self._generation = False, 0, 0
 
-    def start(self, status: LiveStatus, *, resumed: bool | None = None) -> list[StreamRecord]:
+    def start(
+        self,
+        status: LiveStatus,
+        *,
+        resumed: bool | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[StreamRecord]:
         """The start, once."""
         if self._started:
             return []
@@ -190,6 +198,8 @@ class StatusNews:
                 pid=status.launcher_pid or None,
                 resumed=resumed,
                 origin=status.origin,
+                settings=dict(settings),
+                environment=dict(environment),
             )
         ]
 

@@ -21,6 +21,7 @@ RunState = Literal["running", "finished", "preempted", "failed"]
 Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+_Texts = Annotated[dict[_Name, Annotated[str, msgspec.Meta(max_length=MOST_NAME * 6)]], msgspec.Meta(max_length=100)]
 _Inside = Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[\w.-]+(/[\w.-]+)*$", max_length=4 * MOST_NAME)]
 
 
@@ -50,6 +51,13 @@ class RunStarted(_Record, frozen=True, kw_only=True, tag="start"):
     """True for a run that goes on with the run that was in the folder."""
     origin: str | None = None
     """The name of the job for `pt.jobs.find`: digits, my_module:job, /path/to/file.py:job, /path/to/job.toml."""
+    settings: _Texts = {}
+    """The options that differ from the defaults, as the command line reads them; learning rate, batch and seed always.
+
+    A simulation has its `cluster`, too.
+    """
+    environment: _Texts = {}
+    """Versions of polytempo, torch and Python, `platform`, and `device`: cpu, cuda, …."""
 
 
 class _Row(_Record, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from polytempo.core.system.notice import PREEMPTED, Preempted
@@ -27,6 +27,7 @@ from polytempo.report.status.live_status import (
 )
 from polytempo.report.status.records import GroupStatus, RunState, StreamRecord, diagnosis_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.run_settings import environment_of, settings_of
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
 """The interval on this host's disk, and the interval for a URL: each file of it may be a request over the network."""
@@ -96,6 +97,8 @@ class ShownRun(NamedTuple):
     resume: bool = False
     origin: str | None = None
     """The name of the job for `pt.jobs.find`."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    environment: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, spec: RunSpec) -> ShownRun:
@@ -111,6 +114,8 @@ class ShownRun(NamedTuple):
             strategy.stages,
             options.resume,
             spec.job.origin,
+            settings_of(spec),
+            environment_of(options, strategy),
         )
 
 
@@ -251,7 +256,8 @@ class LiveRun:
         if self._out is not None:
             self._events = EventLog(self._out, fresh=not resume)
             resumed = resume and (self._out / "checkpoint").exists()
-            for record in self._news.start(status, resumed=resumed or None):
+            settings, environment = self._shown.settings, self._shown.environment
+            for record in self._news.start(status, resumed=resumed or None, settings=settings, environment=environment):
                 self.append(record)
         self._write(status)
         return self

@@ -42,13 +42,17 @@ def simulated(result: Result, trace: Trace, out: Place | None) -> Result:
 
 
 @contextmanager
-def virtual_rows(spec: RunSpec, progress: Progress | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def virtual_rows(
+    spec: RunSpec, progress: Progress | None, **settings: str
+) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that shows rows of a simulated run, and writes them into its folder, if it has one.
+
+    `settings`: settings of the simulation, beside the options of the run.
 
     The first row begins new files, so a run that is refused before leaves older files as they are.
     """
     out, writers = spec.options.out, list[MetricsWriter]()
-    start = start_of(spec, "virtual")
+    start = start_of(spec, "virtual", **settings)
     with show_rows(progress, spec, "virtual ") as show, ExitStack() as stack:
 
         def record(row: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin
 from polytempo.training.hooks.attached_models import set_handle
 from polytempo.training.hooks.drift_watch import OnDrift
 from polytempo.training.hooks.handle import Handle
+from polytempo.training.job.run_settings import versions
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
@@ -144,7 +145,9 @@ def _log_into(
     world, folder = handle.world, None
     if world.rank == 0:
         name = type(model).__name__
-        start = RunStarted(job=name, strategy=str(strategy), world="process", workers=world.size)
+        start = RunStarted(
+            job=name, strategy=str(strategy), world="process", workers=world.size, environment=versions()
+        )
         folder = LoopFolder(out, start, trackers)
         if world.deaths is not None:
             world.deaths.on_death(folder.died)

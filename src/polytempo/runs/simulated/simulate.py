@@ -201,7 +201,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         return summary
 
     host = host_of(spec.options)
-    with virtual_rows(spec, progress) as record, nullcontext(record) if host is None else host.running(record) as seen:
+    settings = {"cluster": cluster.name} | ({"batched": "true"} if isinstance(together, BatchedReplicas) else {})
+    with (
+        virtual_rows(spec, progress, **settings) as record,
+        nullcontext(record) if host is None else host.running(record) as seen,
+    ):
         contexts[0].record = observer.record = seen
         observer.host = host
         for rank, context in contexts.items():

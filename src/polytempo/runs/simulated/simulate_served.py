@@ -59,7 +59,10 @@ def simulate_served(
     delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
     host = host_of(spec.options)
-    with virtual_rows(spec, progress) as record, nullcontext() if host is None else host.running(record):
+    with (
+        virtual_rows(spec, progress, cluster=cluster.name) as record,
+        nullcontext() if host is None else host.running(record),
+    ):
         run = ServedSimulation(spec, cluster, record, native=native, meta=meta, host=host)
         return run.finish(run.world.run(run.act))
 
