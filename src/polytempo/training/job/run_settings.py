@@ -24,7 +24,7 @@ _LOGIN, _QUERY = re.compile(r"(://)[^/@\s]*@"), re.compile(r"(://[^?\s]*)\?\S*")
 
 
 def settings_of(spec: RunSpec) -> dict[str, str]:
-    """The options of a run that differ from the defaults, as the command line reads them; and those of the job.
+    """The options of a run that differ from the defaults, as the command line reads them, and its basic numbers.
 
         settings_of(RunSpec.of(job, sync_sgd(), 2, RunOptions(lr=0.1, until="accuracy=0.9")))
         # {"epochs": "20", "batch_size": "32", "lr": "0.1", "seed": "0", "until": "accuracy=0.9"}
