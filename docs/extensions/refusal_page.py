@@ -18,6 +18,9 @@ CHAPTERS = {
     "PT18": "Map and reduce",
     "PT19": "Devices",
     "PT20": "Starts from other runs",
+    "PT21": "Compiled models",
+    "PT22": "Trackers",
+    "PT23": "Callbacks",
     "PT24": "Profiles",
 }
 HEAD = """# Refusals
