@@ -85,6 +85,7 @@ def test_text_is_a_call(text: str, call: t.TrackerCall) -> None:
         ("wandb:projct=x", "did you mean project"),
         ("wandb:project=a,b", "wandb has no argument 'b'"),
         ("prometheus:abc", "expected an int"),
+        ("prometheus:host=0.0.0.0", "prometheus has no argument 'host'"),
         ("tensorboard:", "it is written tensorboard"),
         ("kubeflow:1", "it is written kubeflow"),
         ("", "expected a name"),
@@ -247,6 +248,8 @@ def test_prometheus_scrapes_the_last_numbers(folder: Path) -> None:
     for row, numbers in zip(ROWS, NUMBERS, strict=True):
         tracker.log(numbers, row.step)  # type: ignore[union-attr]
     tracker.event(EVENTS[0])
+    page_server = tracker._server  # type: ignore[attr-defined]
+    assert page_server.server_address == ("127.0.0.1", port), "no other host reads a page without a password"
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
         text = page.read().decode()
     tracker.finish(RunFinished(state="finished"))

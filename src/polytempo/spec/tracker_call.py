@@ -68,8 +68,11 @@ def trackio(project: str = "polytempo", space: str | None = None) -> TrackerCall
     return _call(trackio, locals())
 
 
-def prometheus(port: int = 9464, host: str = "127.0.0.1") -> TrackerCall:
-    """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics."""
+def prometheus(port: int = 9464) -> TrackerCall:
+    """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics.
+
+    The page has no password, so it is on loopback only, and no argument makes it wider.
+    """
     return _call(prometheus, locals())
 
 

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from polytempo.report.status.records import ProcessEvent, RunFinished, StreamRecord
 from polytempo.trackers.tracker import AXES, TrackedRun
 
+_HOST = "127.0.0.1"
+"""The page has no password; the library's own default is every address of the host."""
 _WORKER = re.compile(r"(.*)/worker-(\d+)")
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -23,8 +25,8 @@ class PrometheusPage:
     polytempo_run_info.
     """
 
-    def __init__(self, port: int, host: str) -> None:
-        self._port, self._host = port, host
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
 
@@ -37,8 +39,8 @@ class PrometheusPage:
         self._step = Gauge("polytempo_step", "Steps so far.", registry=self._registry)
         self._at_s = Gauge("polytempo_last_step_timestamp_seconds", "Time of the last row.", registry=self._registry)
         self._faults = Counter("polytempo_faults", "Processes that died or fell silent.", registry=self._registry)
-        self._server, self._thread = start_http_server(self._port, self._host, self._registry)
-        print(f"prometheus: http://{self._host}:{self._server.server_port}/metrics")
+        self._server, self._thread = start_http_server(self._port, _HOST, self._registry)
+        print(f"prometheus: http://{_HOST}:{self._server.server_port}/metrics")
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """Set the gauges."""
