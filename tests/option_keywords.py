@@ -35,6 +35,7 @@ class OptionKeywords(TypedDict, total=False):
 
 '''
 PLAIN = {"Positive": "float", "Count": "int", "NumThreads": "int", "Annotated[float, Meta(gt=0, lt=1)]": "float"}
+PLAIN |= {"ScoreInterval": "int"}
 
 
 def written() -> str:

@@ -94,11 +94,12 @@ def job(test: Dataset[Any] | None, loss: Callable[[Tensor, Tensor], Tensor] = nn
 
 
 class Way(NamedTuple):
-    """A way of watching: the test data, the steps between checkpoints, and a folder with a tracker, or none."""
+    """A way of watching: the test data, the steps between checkpoints, a folder with a tracker, or none, and scores."""
 
     test: str
     checkpoint_every: int | None
     keeps: bool
+    eval_every: int | str | None = None
 
 
 class Seen(NamedTuple):
@@ -132,7 +133,8 @@ WAYS = [
     for test, every, keeps in product(TESTS, (None, 1, 3), (False, True))
     if keeps or every is None  # a checkpoint needs a folder
 ]
-PAIRS = [Way("drawing", 1, True), Way("plain", 3, True)]
+WAYS += [Way("drawing", 3, True, 1), Way("plain", None, False, "0.3 epochs")]
+PAIRS = [Way("drawing", 1, True, "0.3 epochs"), Way("plain", 3, True, 2)]
 """Each setting once, with another one."""
 IN_EVERY_WAY = {
     "sync_sgd(route=ring)": "all ranks have the score's model",
@@ -153,7 +155,8 @@ def test_no_way_of_watching_changes_a_run(row: Row, tmp_path: Path, monkeypatch:
         out = tmp_path / str(number)
         tracker = SilentTracker()
         kept = {"out": out, "checkpoint_every": way.checkpoint_every, "trackers": [tracker]}
-        assert trained(row, way.test, **(kept if way.keeps else {})) == unwatched, str(way)
+        scored = {} if way.eval_every is None else {"eval_every": way.eval_every}
+        assert trained(row, way.test, **(kept if way.keeps else {}), **scored) == unwatched, str(way)
         assert (tracker.logs > 0, tracker.ended) == ((True, "finished") if way.keeps else (False, "")), str(way)
         if way.checkpoint_every is not None:
             assert latest(out / "checkpoint") is not None

@@ -79,6 +79,7 @@ def test_watching_a_run_does_not_change_it(row: Row, tmp_path: Path, monkeypatch
     watched = {
         "a test set, a folder and a tracker": run(row, TESTS["a test set"], out=tmp_path / "run", trackers=[tracker]),
         "a test set that draws": run(row, TESTS["a test set that draws"]),
+        "many scores": run(row, TESTS["a test set that draws"], eval_every=1),
     }
     assert tracker.logs
     assert tracker.ended == "finished"

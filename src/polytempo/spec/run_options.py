@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import floor, inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -73,6 +73,49 @@ def _start(given: object) -> str | None:
     return None if given is None else str(given)
 
 
+class ScoreInterval(NamedTuple):
+    """The option `eval_every`: scores are this far apart, in "steps" or in "epochs"."""
+
+    number: float
+    unit: Literal["steps", "epochs"]
+
+    def is_due(self, step: int, before: float, epoch: float) -> bool:
+        """True for a score after so many steps and epochs. `before`: the epochs before the last step."""
+        if self.unit == "steps":
+            return step % int(self.number) == 0
+        return _multiples(epoch, self.number) > _multiples(before, self.number)
+
+    def batches(self, epoch: int, step: int) -> int:
+        """The interval in batches, which a parameter server counts, from those of an epoch and of a step."""
+        return max(1, round(self.number * (step if self.unit == "steps" else epoch)))
+
+    def __str__(self) -> str:
+        return f"{self.number!r} {self.unit}" if self.unit == "epochs" else str(int(self.number))
+
+
+def _multiples(epoch: float, number: float) -> int:
+    """The multiples of `number` up to `epoch`; quotients are rounded, so 0.3 is three times 0.1."""
+    return floor(round(epoch / number, 9))
+
+
+def interval_of(given: object) -> ScoreInterval | None:
+    """The value of an option `eval_every`, also from a number or text. ValueError for other values."""
+    if given is None or isinstance(given, ScoreInterval):
+        return given
+    written, unit = (*str(given).split(), "steps")[:2]
+    unit = {"step": "steps", "epoch": "epochs"}.get(unit, unit)
+    try:
+        number = float(written)
+    except ValueError:
+        number = 0.0
+    fits = 0 < number < inf and len(str(given).split()) <= 2 and not isinstance(given, bool)
+    if fits and unit == "epochs":
+        return ScoreInterval(number, "epochs")
+    if fits and unit == "steps" and number.is_integer():
+        return ScoreInterval(number, "steps")
+    raise ValueError("must be a number of steps, such as 50, or of epochs, such as '0.5 epochs'")
+
+
 LENGTH, TRAINING, PROCESS, FOLDER = "Length", "Training", "Processes", "Folder"
 """Headings of `--help`."""
 
@@ -90,6 +133,13 @@ class RunOptions:
 
     As text, or `{"accuracy": 0.97}`. A score may come late, and holds up no training: then the run ends a little beyond
     the step that was scored.
+    """
+
+    eval_every: Annotated[ScoreInterval | None, Option(LENGTH, "K", read=interval_of)] = None
+    """Score every K steps, or so many epochs: 50, '0.5 epochs' or '2 epochs'. Default: at every epoch's end.
+
+    The default leaves out epochs that end within four steps of a score. `until` is looked at when a score comes. The
+    end of a run is scored in any case. Scores change no bit of the training and take none of its time.
     """
 
     data: Annotated[Path | None, Option(TRAINING, "PATH", read=_folder)] = None
@@ -280,6 +330,8 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, Callbacks):
         return [str(each) for each in value]
+    if isinstance(value, ScoreInterval):
+        return str(value)
     if isinstance(value, tuple):
         return [str(each) for each in value if isinstance(each, TrackerCall)]  # objects stay in this process
     return str(value.absolute() if hasattr(value, "absolute") else value)

@@ -71,7 +71,7 @@ from polytempo.worlds.trace import COMMUNICATION
 _TOKEN_BYTES = 8
 _MUST_AGREE = (
     *("epochs", "steps", "until", "resume", "checkpoint_every", "ema", "noise_scale", "global_batch_size"),
-    *("accumulate", "batch_growth", "precision"),
+    *("accumulate", "batch_growth", "eval_every", "precision"),
 )
 
 

@@ -141,7 +141,10 @@ class ServedProgram:
     @property
     def points(self) -> ScorePoints:
         """The points of scores."""
-        return score_points(len(self.batches), self._num_tickets, self.batches.size)
+        every, workers = self.spec.options.eval_every, self.batches.size
+        if every is None:
+            return score_points(len(self.batches), self._num_tickets, workers)
+        return ScorePoints(every.batches(len(self.batches), workers), self._num_tickets)
 
     def context(self, cost: StepCost = _FREE, stages: Port | None = None) -> ServedContext:
         """The training of a worker; a virtual worker charges `cost`. `stages`: its replica's processes."""

@@ -20,6 +20,7 @@ class OptionKeywords(TypedDict, total=False):
     epochs: float | None
     steps: int | None
     until: Mapping[str, float] | str
+    eval_every: int | str | None
     data: Path | str | None
     batch_size: int | None
     global_batch_size: int | None

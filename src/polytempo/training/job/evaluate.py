@@ -180,6 +180,8 @@ def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
     """Raises ValueError for a goal that the job does not measure."""
     if options.until and not has_test:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
+    if options.eval_every is not None and not has_test:
+        raise ValueError("eval_every needs a test set, and this job has none; leave it out")
     if "accuracy" in options.until and job.correct is None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
 

@@ -2,6 +2,7 @@
 
 for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
 at the end of an epoch:          the observer scores and saves   (not after fewer than four steps)
+with `eval_every`:               it scores then, and saves at the ends of epochs
 
 An `Observer` scores and saves. The program says when; the engine chooses an observer that changes nothing.
 """
@@ -209,7 +210,10 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
         if step - scored_step < STEPS_BETWEEN_SCORES and not over:
             continue  # many workers make short epochs
         scored_step = step
-        if not over or context.host is not None:  # a checkpoint has the callbacks' states after its evaluation
+        regular = context.options.eval_every is None and not over
+        if regular or (
+            over and context.host is not None
+        ):  # a checkpoint has the callbacks' states after its evaluation
             await _score(port, context, clock)
         if not _saves_at(context, step):
             await _save(port, context, clock)
@@ -263,6 +267,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             break
         if context.replica.pace is not None:
             context.replica.pace.asks_batch()
+        before = _position(context)[0]
         batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
@@ -290,6 +295,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             await _train_row(port, context, meter, clock)
         if port.rank == 0 and context.host is not None and context.host.sees_steps:
             context.host.stepped(*await _moment(port, context, clock))
+        if _scores_at(context, before):
+            await _score(port, context, clock)
         if _saves_at(context, step + 1):
             await _save(port, context, clock)
         if _finished(context):
@@ -340,6 +347,14 @@ def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int
 def _saves_at(context: TrainingContext, step: int) -> bool:
     every = context.options.checkpoint_every
     return every is not None and step % every == 0
+
+
+def _scores_at(context: TrainingContext, before: float) -> bool:
+    """True for a score by `eval_every`. The run's end has its own, which all ranks make together."""
+    every = context.options.eval_every
+    return (
+        every is not None and not _over(context) and every.is_due(context.replica.step, before, _position(context)[0])
+    )
 
 
 async def _score(port: Port, context: TrainingContext, clock: _Clock) -> None:
