@@ -102,17 +102,16 @@ def interval_of(given: object) -> ScoreInterval | None:
     """The value of an option `eval_every`, also from a number or text. ValueError for other values."""
     if given is None or isinstance(given, ScoreInterval):
         return given
-    written, unit = (*str(given).split(), "steps")[:2]
-    unit = {"step": "steps", "epoch": "epochs"}.get(unit, unit)
+    number, _, unit = ("" if isinstance(given, bool) else str(given)).strip().partition(" ")
+    unit = {"": "steps", "step": "steps", "epoch": "epochs"}.get(unit.strip(), unit.strip())
     try:
-        number = float(written)
+        found = float(number)
     except ValueError:
-        number = 0.0
-    fits = 0 < number < inf and len(str(given).split()) <= 2 and not isinstance(given, bool)
-    if fits and unit == "epochs":
-        return ScoreInterval(number, "epochs")
-    if fits and unit == "steps" and number.is_integer():
-        return ScoreInterval(number, "steps")
+        found = 0.0
+    if 0 < found < inf and unit == "epochs":
+        return ScoreInterval(found, "epochs")
+    if 0 < found < inf and unit == "steps" and found.is_integer():
+        return ScoreInterval(found, "steps")
     raise ValueError("must be a number of steps, such as 50, or of epochs, such as '0.5 epochs'")
 
 
