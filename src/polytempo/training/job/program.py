@@ -210,11 +210,8 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
         if step - scored_step < STEPS_BETWEEN_SCORES and not over:
             continue  # many workers make short epochs
         scored_step = step
-        regular = context.options.eval_every is None and not over
-        if regular or (
-            over and context.host is not None
-        ):  # a checkpoint has the callbacks' states after its evaluation
-            await _score(port, context, clock)
+        if context.host is not None if over else context.options.eval_every is None:
+            await _score(port, context, clock)  # a checkpoint has the callbacks' states after its evaluation
         if not _saves_at(context, step):
             await _save(port, context, clock)
     if context.stopped and context.saved_step != context.replica.step:
