@@ -86,7 +86,7 @@ class ScoreInterval(NamedTuple):
         return _multiples(epoch, self.number) > _multiples(before, self.number)
 
     def batches(self, epoch: int, step: int) -> int:
-        """The interval in batches, of which an epoch has `epoch` and a step has `step`."""
+        """The interval in batches. `epoch`, `step`: the batches of an epoch and of a step."""
         return max(1, round(self.number * (step if self.unit == "steps" else epoch)))
 
     def __str__(self) -> str:
