@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -16,6 +17,7 @@ from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.report.status.records import RunStarted
 from polytempo.runs.own_loop.loop_link import LoopServerStart
+from polytempo.spec.callbacks.reading import Callbacks, callbacks_of
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
@@ -27,10 +29,12 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin
 from polytempo.training.hooks.attached_models import set_handle
 from polytempo.training.hooks.drift_watch import OnDrift
 from polytempo.training.hooks.handle import Handle
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks, check_loop_callbacks
 from polytempo.training.job.run_settings import versions
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.loop_folder import LoopFolder
 from polytempo.training.observe.user_log import UserLog
 from polytempo.training.own_loop.served_handle import ServedHandle
@@ -61,6 +65,7 @@ def attach(
     out: Place | str | None = None,
     trackers: Sequence[object] | str = (),
     profile: ProfiledSteps | str | None = None,
+    callbacks: Sequence[object] | str = (),
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
 
@@ -95,22 +100,56 @@ def attach(
     at it, with the rank's `batch_size`. `precision`: 16-bit parameters. `world`: by default from `pt.init()`.
 
     `out`: a folder for `handle.log`, `pt.log` and the run's stream, which rank 0 holds until `detach`. `trackers` show
-    it meanwhile, as in `RunOptions`. `profile`: steps that torch.profiler records there, as text: "20:30".
+    it meanwhile, as in `RunOptions`. `profile`: steps that torch.profiler records there, as text: "20:30". `callbacks`:
+    rank 0 calls them, all ranks follow; `pt.shard` ends where one asks for it, `handle.asked` tells other requests.
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.
     """
-    shown = _shown(trackers, out)
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
-    steps = _profiled(profile, strategy, out is not None)
+    shown = _watching(strategy, out, trackers, callbacks, profile)
     noise, served = _probe(noise_scale, batch_size), strategy.server is not None
-    options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits)
+    options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits, str(shown.callbacks))
     branched = _branched(model, Threads(threads, inter_threads), bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = branched.apply(model)
-    if out is not None:
-        _log_into(place(out), handle, model, strategy, shown)
-        _record(handle, steps, place(out))
+    _begin_watching(handle, model, strategy, out, shown)
     return handle
+
+
+class _Watching(NamedTuple):
+    """Options that show a loop, or that follow it."""
+
+    trackers: tuple[object, ...]
+    callbacks: Callbacks
+    profile: ProfiledSteps | None
+
+
+def _watching(
+    strategy: Strategy, out: object, trackers: object, callbacks: object, profile: ProfiledSteps | str | None
+) -> _Watching:
+    """The options as values, checked."""
+    called = _callbacks(callbacks)
+    check_loop_callbacks(called, strategy.features, strategy)
+    return _Watching(_shown(trackers, out), called, _profiled(profile, strategy, out is not None))
+
+
+def _begin_watching(
+    handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, out: Place | str | None, watching: _Watching
+) -> None:
+    """Open the loop's folder, begin the profile, and call the callbacks' `on_start`."""
+    if out is not None:
+        _log_into(place(out), handle, model, strategy, watching.trackers)
+        _record(handle, watching.profile, place(out))
+    if watching.callbacks and isinstance(handle, Handle):
+        host = CallbackHost(watching.callbacks, None if out is None else str(out))
+        handle.begin_callbacks(LoopCallbacks(handle.world, model, host))
+
+
+def _callbacks(given: object) -> Callbacks:
+    try:
+        return callbacks_of(given)
+    except ValueError as error:
+        raise ValueError(f"callbacks: {error}") from None
 
 
 def _record(handle: Handle | ServedHandle, steps: ProfiledSteps | None, out: Place) -> None:

@@ -58,6 +58,8 @@ class AttachOptions(NamedTuple):
     allow_nan: bool = True
     noise_scale: NoiseProbe | None = None
     precision: Precision | None = None
+    callbacks: str = ""
+    """The loop's callbacks, which all ranks are given."""
     commit: Commit | None = None
     """Of an elastic run: see `ParameterExchange`. Others may join a rank that is alone, so it counts its steps."""
 

@@ -19,8 +19,10 @@ from polytempo.large_batch.noise_scale import NoiseScale
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
 from polytempo.partition.branches import ThreadedModel
+from polytempo.spec.callbacks.callback import Control
 from polytempo.training.hooks.backward import Backward
 from polytempo.training.hooks.join import JoinMembership
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.hooks.step_hooks import StepChecks, StepHooks
 from polytempo.training.hooks.weak_hook import WeakHook
@@ -53,6 +55,8 @@ class Handle:
         """True while the hooks are on."""
         self.loop_log = LoopLog()
         """The loop's folder, where `attach` was given one."""
+        self.callbacks: LoopCallbacks | None = None
+        """The loop's callbacks, where `attach` was given some."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self.one_copy, self._turns = copy, turns
@@ -162,10 +166,14 @@ class Handle:
             found = handle.evaluate(lambda batch: {"accuracy": model(batch[0]).argmax(-1) == batch[1]}, test)
 
         It is `pt.score` inside `consensus`, with the model in the mode of evaluation; training does not notice. Ranks
-        that hold parts of one model take the same batches. All ranks must call it. Errors: as `pt.score`.
+        that hold parts of one model take the same batches. All ranks must call it. Callbacks get the numbers
+        (`on_evaluation`), and all ranks hear their requests here. Errors: as `pt.score`.
         """
         with self.consensus(), evaluating(self.replica.model):
-            return self.world.drive(scored(self.ports.data, function, data, metrics))
+            found = self.world.drive(scored(self.ports.data, function, data, metrics))
+        if self.callbacks is not None:
+            self.callbacks.evaluated(found)
+        return found
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -234,6 +242,33 @@ class Handle:
         """Write a picture there; see `training.log_image`."""
         self.loop_log.log.log_image(name, image, step)
 
+    # ------------------------------------------------------------------ callbacks
+
+    def begin_callbacks(self, callbacks: LoopCallbacks) -> None:
+        """Let `callbacks` see the steps from now on."""
+        self.callbacks, self._step.on_end = callbacks, callbacks.stepped
+
+    def asked(self) -> Control:
+        """The requests of callbacks since the last call, the same on all ranks; a request to stop stays.
+
+            asked = handle.asked()
+            if asked.evaluate:
+                handle.evaluate(score, test)
+            if asked.save:
+                save()
+
+        Ask it after `optimizer.step()`, on all ranks. Without callbacks nothing is asked for.
+        """
+        return Control() if self.callbacks is None else self.callbacks.asked()
+
+    @property
+    def stopped(self) -> bool:
+        """True once a callback has asked for the end; all ranks see it after the same step.
+
+        `pt.shard` ends there; a loop over another loader breaks: `if handle.stopped: break`.
+        """
+        return self.callbacks is not None and self.callbacks.stopped
+
     # ------------------------------------------------------------------ saving and ending
 
     def preempted(self) -> bool:
@@ -267,11 +302,12 @@ class Handle:
         tensors, scalars = self.replica.state()
         if self.replica.masters is not None:
             scalars |= self.replica.masters.saved()
-        return {
+        state = {
             "strategy": str(self.replica.strategy),
             "tensors": {k: t.clone() for k, t in tensors.items()},
             "scalars": scalars,
         }
+        return state if self.callbacks is None else state | {"callbacks": self.callbacks.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`."""
@@ -282,6 +318,8 @@ class Handle:
             )
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         self.loop_log.resumed(self.replica.step)
+        if self.callbacks is not None and "callbacks" in state:
+            self.callbacks.restore(state["callbacks"], self.replica.step)
         if self.replica.masters is not None:
             self.replica.masters.restore(state["scalars"])
         self.world.step = self.replica.step
@@ -325,6 +363,8 @@ class Handle:
             self.threaded.remove()
         if self._watch is not None:
             self._watch.close()
+        if self.callbacks is not None:
+            self.callbacks.finish()
         if self.replica.drift is not None:
             self.replica.drift.end()
         if self.replica.noise is not None:

@@ -49,6 +49,8 @@ class StepHooks:
         self._loaded = Loaded(replica)
         self._exchanges = replica.exchanges_gradients or replica.exchanges_parameters
         self._begun = False
+        self.on_end: Callable[[int], None] = lambda step: None
+        """Called with the number of steps so far, after each step of all ranks."""
 
     def before(self) -> list[RemovableHandle]:
         """Hook the beginning of a step. Hooks run in the order of their registration."""
@@ -167,6 +169,7 @@ class StepHooks:
     def _end_step(self) -> None:
         self._world.step = self._replica.step
         self._backward.end_step()
+        self.on_end(self._replica.step)
 
     def shadow_step(self) -> None:
         """The step of a rank that has left a `join`: it takes part in the others' exchanges with weight 0."""

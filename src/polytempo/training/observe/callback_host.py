@@ -90,9 +90,13 @@ class CallbackHost:
             self._evaluated = row["step"]
             values = {name: row.get(name) for name in _OF_TESTS}
             values |= {name: value for name, value in row.items() if name not in OF_ROWS}
-            self._call("on_evaluation", values=values, **position)
+            self.evaluated(values, **position)
         else:
             self._facts = replace(self._facts, values={n: v for n, v in row.items() if n not in ("kind", *position)})
+
+    def evaluated(self, values: Mapping[str, float | None], **position: Any) -> None:
+        """The model was evaluated."""
+        self._call("on_evaluation", values=values, **position)
 
     def faulted(self, fault: str) -> None:
         """A process was lost, or an error ends the run."""

@@ -40,13 +40,22 @@ class WorldShard:
                 refuse({"own loop", "server", "weight"})
             yield from source.epoch(self.inner)
             return
+        if self._ends():
+            return
         begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
                 self._world.shares.give(begun, batch, self.inner.share, self._weight_of(batch))
                 yield batch
+                if self._ends():
+                    return
         finally:
             self._world.shares.end(begun)
+
+    def _ends(self) -> bool:
+        """True if a callback has asked for the end of the training."""
+        watch = self._world.loop_watch
+        return watch is not None and watch.ends(self.inner)
 
     def _weight_of(self, batch: Any) -> float | None:
         if self._weigh is None:
@@ -137,6 +146,9 @@ def shard(
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
     for all when the server has every batch. A batch is then read when it is asked for, in this process.
+
+    Where a callback of `attach(…, callbacks=…)` has asked for the end, a shard ends after the same step on all ranks,
+    and later epochs are empty; in the mode of evaluation batches go on.
     """
     world = world or current()
     data = ports_of(world.port).data

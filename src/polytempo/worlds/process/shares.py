@@ -18,6 +18,13 @@ _MOST_AHEAD = 64
 _DEEPEST = 4
 
 
+class LoopWatch(Protocol):
+    """Ends a loop's batches before the end of an epoch."""
+
+    def ends(self, shard: Any, /) -> bool:
+        """True if no further batch of this shard is to be trained on."""
+
+
 class Batch(NamedTuple):
     """A batch that was yielded: its share, its tensors as far as they live, and their shapes."""
 
