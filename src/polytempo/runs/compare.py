@@ -15,7 +15,7 @@ from polytempo.engines.engine import EngineSetup, checked_engine
 from polytempo.report.pages.page import write_report
 from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import load_result, load_run
-from polytempo.report.status.progress import Progress
+from polytempo.report.status.progress import Progress, shown_progress
 from polytempo.runs.frame.arguments import check_workers, checked_job
 from polytempo.runs.frame.chain import has_saved
 from polytempo.runs.frame.divergence import diverged_result
@@ -23,7 +23,7 @@ from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.folder_names import slug
 from polytempo.runs.run import in_order, performed, prepare
 from polytempo.spec.job import Job
-from polytempo.spec.result import Result
+from polytempo.spec.result import Result, Results
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategies, strategy_from
@@ -46,7 +46,7 @@ def compare(
     engine: EngineSetup | str | None = None,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
-) -> list[Result]:
+) -> Results:
     """Train `job` with one strategy after the other, and report them side by side in `out`.
 
     Every strategy is checked on the job before the first one runs. A strategy that diverges (`NotFinite`) does not end
@@ -63,7 +63,7 @@ def compare(
     for strategy in asked:
         check_workers(strategy, workers)
     specs = [RunSpec.of(job, strategy, workers, options) for strategy in asked]
-    setup = prepare(in_order(specs), setup)
+    setup, progress = prepare(in_order(specs), setup), shown_progress(progress, len(specs))
     with began(options.out):
         comparison = _Comparison(specs)
         try:
@@ -111,9 +111,9 @@ class _Comparison:
             write_report(self._out / "report.html", runs, title=title, notes=missing)
             write_picture(self._out / "compare.png", runs)
 
-    def ended(self) -> list[Result]:
+    def ended(self) -> Results:
         """All results, in order. Raises the errors of failed strategies."""
-        results = [result for _, result in sorted(self._results.items())]
+        results = Results(result for _, result in sorted(self._results.items()))
         if self._failures and not results:
             raise next(iter(self._failures.values()))
         if self._failures:

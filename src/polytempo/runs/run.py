@@ -18,7 +18,7 @@ from polytempo.engines.join.init import init
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.subprocess_engine import Subprocess
-from polytempo.report.status.progress import Progress
+from polytempo.report.status.progress import Progress, shown_progress
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.frame.arguments import (
     check_batches,
@@ -72,6 +72,9 @@ def run(
     Options are `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
+    In a notebook the cell shows the run while it goes on: a bar, its numbers and a chart of the loss. Elsewhere
+    `progress=Progress()` shows a bar on standard error.
+
     With `min_workers` or `max_workers` the run is elastic: workers that are killed are replaced while the others go on
     from the same step, and `available`, called a few times a second, says how many there may be (see
     `docs/elastic.md`).
@@ -90,7 +93,7 @@ def run(
             "available says how many workers an elastic run may have; give min_workers or max_workers, too"
         )
     setup = prepare(in_order([spec]), setup)
-    result = performed(spec, setup, progress, available)
+    result = performed(spec, setup, shown_progress(progress), available)
     bring_states(spec.options, result)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -11,8 +12,10 @@ from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.join.init import init
 from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.engines.local_engine import Local
 from polytempo.report.status.follower import MetricsFollower
 from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.rows_in_memory import RowsInMemory
 from polytempo.runs.frame.run_frame import framed_job, with_page
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
@@ -26,7 +29,10 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
     options = spec.options
     meetings: list[Rendezvous] = []
     with framed_job(spec, progress) as frame, ExitStack() as stack:
-        placed = frame.placed(spec)
+        placed, rows, follower, on_row = frame.placed(spec), None, None, None
+        if frame.out is None and progress is not None and isinstance(setup, Local):  # other processes take no function
+            rows = stack.enter_context(closing(RowsInMemory(frame.show)))
+            on_row = rows.write
 
         def setting() -> dict[str, Any]:
             if not meetings:
@@ -34,7 +40,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             return {"rendezvous": meetings[0].url, **frame.given}
 
         launch = Launch(
-            work=lambda role: train_rank(placed),
+            work=lambda role: train_rank(placed, on_row),
             spec=placed,
             setting=setting,
             workers=spec.workers,
@@ -43,7 +49,6 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         )
         if frame.out is not None and not options.resume:
             files.remove(frame.out / "metrics.jsonl")
-        follower = None
         if frame.out is not None:
             every_s = 5.0 if isinstance(frame.out, UrlPath) else 0.0
             follower = MetricsFollower(frame.out / "metrics.jsonl", frame.show, every_s)
@@ -52,17 +57,19 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             metrics = UrlPath(f"local://{frame.out}/metrics.jsonl")
             follower = MetricsFollower(metrics, frame.show, every_s=0.5)
         topology = on_hosts(spec.topology(), engine.address.num_hosts)
-        look = None if follower is None else follower.look
+        shown = follower or rows
+        look = None if shown is None else shown.look
         [answer, *_] = collected(engine, topology, look, notice=frame.heed(options.grace_s))
-        if follower is not None:
-            follower.look(last=True)
+        if shown is not None:
+            shown.look(last=True)
     assert isinstance(answer, dict)
     return with_page(Result(**answer), spec)
 
 
-def train_rank(spec: RunSpec) -> dict[str, Any] | None:
-    """Be one rank of the world that this process was started in; rank 0 says how the run went."""
+def train_rank(spec: RunSpec, on_row: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
+    """Be one rank of the world that this process was started in; rank 0 says how the run went, and gives its rows to
+    `on_row`."""
     device = spec.options.device if may_use_device(spec.options, spec.strategy) else "cpu"
     world = init(timeout_s=spec.options.timeout_s, device=device, quiet=True)
-    result = Trainer(spec, world=world).fit_held()
+    result = Trainer(spec, world=world).fit_held(on_row=on_row if world.rank == 0 else None)
     return result.as_json() if world.rank == 0 else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
+from polytempo.spec.text.notebook_table import facts_html, rows_html
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,45 @@ class Result:
             plain["metrics"] = _finite(self.metrics)
         return _finite(plain)
 
+    def _repr_html_(self) -> str:
+        """The result as a notebook shows it."""
+        facts = self._figures() | {
+            "trained": f"{self.steps:,} steps, {self.epochs:.4g} epochs, {self.samples:,} samples"
+        }
+        facts["parameters"] = (self.parameters_sha256 or "none were computed")[:16]
+        facts |= {"diverged": self.diverged} if self.diverged else {}
+        facts |= {"left": self.left} if self.left else {}
+        facts |= {"bound": str(self.bound["text"])} if self.bound else {}
+        facts |= {f"slow: {found['who']}": str(found["text"]) for found in self.diagnoses or ()}
+        facts |= {"report": self.report} if self.report else {}
+        return facts_html(f"{self.job}, {self.strategy}, {self._cast()}", facts)
+
+    def _cast(self) -> str:
+        return f"{self.workers:,} {'virtual ' * (self.world == 'virtual')}worker{'s' * (self.workers != 1)}"
+
+    def _figures(self) -> dict[str, str]:
+        """The figures by which runs are compared, as text."""
+        return {
+            "accuracy": "-" if self.accuracy is None else f"{100 * self.accuracy:.1f} %",
+            "loss": "-" if self.loss is None else f"{self.loss:.4g}",
+            "virtual seconds" if self.world == "virtual" else "seconds": f"{self.seconds:,.4g}",
+            "samples/s": f"{self.samples_per_s:,.0f}",
+            "MB sent per worker": f"{self.bytes_sent_per_rank / 1e6:,.4g}",
+            "waiting": f"{100 * self.communication_share:.1f} %",
+        }
+
     def write(self, folder: Place) -> None:
         """Leave `result.json`, complete or not at all."""
         files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
+
+
+class Results(list[Result]):
+    """Results of a comparison, in order: a list that a notebook shows as one table."""
+
+    def _repr_html_(self) -> str:
+        """A table with a line for each strategy."""
+        rows = [{"strategy": result.strategy} | result._figures() for result in self]
+        return rows_html(f"{self[0].job}, {self[0]._cast()}" if self else "no results", rows)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class MetricsWriter:
     def __init__(self, path: Place, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None or not path.exists() else read_rows(path)
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
-        lines = [_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
+        lines = [row_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
         self._closed = False
         if isinstance(path, UrlPath):
             near = path.url.startswith("polytempo:")  # in the launcher's folder, who shows the rows
@@ -55,7 +55,7 @@ class MetricsWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Numbers that are not finite become null: JSON has no others."""
-        self._append(_line(row))
+        self._append(row_line(row))
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -105,7 +105,8 @@ def check_row(row: Any) -> None:
             raise ValueError(f"{name} is {str(value)[:_SHOWN]!r}, and not a number")
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def row_line(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of JSON; values that are not finite are null."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }

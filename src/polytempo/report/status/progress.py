@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a bar on a terminal, a plain line now and then elsewhere.
+"""Progress of long work: a bar and a chart in a notebook; on standard error a bar on a terminal, else plain lines.
 
 `Forecast` tells how long runs that follow each other still take, from their progress so far.
 """
@@ -17,15 +17,19 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from polytempo.report.pages.summary import human_seconds
+from polytempo.report.status.notebook_view import NotebookView, in_kernel
 from polytempo.spec.text.plain_text import plain_text
 
 BAR_INTERVAL_S = 0.1
+NOTEBOOK_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 3.0
 """Plain lines come no faster than this; the last state is always shown."""
 
 
 class Progress:
     """Shows how far runs have come, and about how long they still take. It never writes to standard output.
+
+    Without a `stream`, a Jupyter kernel shows it below the cell.
 
     One object may show several runs in turn, each between `start` and `finish`; `num_runs` says how many are to come.
 
@@ -42,6 +46,8 @@ class Progress:
         num_runs: int = 1,
     ) -> None:
         self._stream = stream or sys.stderr
+        self._in_kernel = stream is None and in_kernel()
+        self._view: NotebookView | None = None
         self._clock = clock
         self._num_runs = num_runs
         self._bar: Bar | None = None
@@ -63,7 +69,9 @@ class Progress:
         number = f"[{self._forecast.number}/{self._num_runs}] " if self._num_runs > 1 else ""
         self._total_steps, self._description = total_steps, number + plain_text(description)
         self._total_epochs, self._at_most = total_epochs, at_most
-        if _is_terminal(self._stream):
+        if self._in_kernel:
+            self._view = NotebookView(self._description)
+        elif _is_terminal(self._stream):
             self._bar = _bar(self._stream)
             total = None if total_steps is None and self._total_epochs is None else 1.0
             self._task = self._bar.add_task(self._description, total=total, status="")
@@ -85,6 +93,12 @@ class Progress:
         left_s = None if done is None else self._forecast.left_s(done, self._clock())
         status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
         left = "" if left_s is None else f", {time_left(left_s, at_most=self._at_most)}"
+        if self._view is not None:
+            self._view.add(step, loss, done, status + left)
+            if self._clock() - self._told_s >= NOTEBOOK_INTERVAL_S:
+                self._view.show()
+                self._told_s = self._clock()
+            return
         if self._bar is not None:
             self._bar.update(self._task, completed=done or 0.0, status=status + left)
             if self._clock() - self._told_s >= BAR_INTERVAL_S:
@@ -106,7 +120,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Say `text` on a line of its own, immediately."""
-        if self._bar is not None:
+        if self._view is not None:
+            self._view.note(plain_text(text))
+        elif self._bar is not None:
             self._bar.console.print(plain_text(text), markup=False, highlight=False)
         else:
             self._tell(plain_text(text))
@@ -114,7 +130,10 @@ class Progress:
     def finish(self) -> None:
         """End the run that was started, if there is one; the last state stays to be read."""
         self._forecast.end(self._clock())
-        if self._bar is not None:
+        if self._view is not None:
+            self._view.show()
+            self._view = None
+        elif self._bar is not None:
             self._bar.stop()
             self._bar = None
         elif self._untold:
@@ -131,6 +150,11 @@ class Progress:
     def _tell(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
         self._told_s, self._untold = self._clock(), ""
+
+
+def shown_progress(progress: Progress | None, num_runs: int = 1) -> Progress | None:
+    """`progress`; without one, a notebook shows `num_runs` runs, and other programs show nothing."""
+    return Progress(num_runs=num_runs) if progress is None and in_kernel() else progress
 
 
 def status_line(

@@ -25,7 +25,7 @@ from polytempo.engines.processes.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.partition.cut import Cut
 from polytempo.partition.tensor.parted_model import PartedModel
-from polytempo.report.status.progress import Progress
+from polytempo.report.status.progress import Progress, shown_progress
 from polytempo.runs.frame.arguments import check_batches, check_workers, checked_job
 from polytempo.runs.frame.chain import chained
 from polytempo.runs.frame.folder import began
@@ -117,7 +117,8 @@ def simulate(
     check_workers(strategy, workers)
     options = with_keywords(options, more)
     check_simulation(strategy, options, meta=meta, batched=batched)
-    return _simulated(RunSpec.of(job, strategy, workers, options), cluster, progress, meta=meta, batched=batched)
+    spec = RunSpec.of(job, strategy, workers, options)
+    return _simulated(spec, cluster, shown_progress(progress), meta=meta, batched=batched)
 
 
 def _simulated(
