@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
-    "report": {"core", "worlds", "spec.text.plain_text", "spec.result"},
+    "report": {"core", "worlds", "spec.text.notebook_table", "spec.text.plain_text", "spec.result"},
     "trackers": {"core", "report.status", "spec"},
     "ui": {"core", "report", "worlds.trace", "spec.text.plain_text"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},

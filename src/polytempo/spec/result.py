@@ -117,7 +117,7 @@ class Result:
         return f"{self.workers:,} {'virtual ' * (self.world == 'virtual')}worker{'s' * (self.workers != 1)}"
 
     def _figures(self) -> dict[str, str]:
-        """The figures by which runs are compared, as text."""
+        """The figures of a comparison, as text."""
         return {
             "accuracy": "-" if self.accuracy is None else f"{100 * self.accuracy:.1f} %",
             "loss": "-" if self.loss is None else f"{self.loss:.4g}",
