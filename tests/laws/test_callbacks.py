@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 import polytempo as pt
 from laws import test_served_observation
 from laws.catalogue import ROWS, SERVED, STAGED, Row, label
 from laws.test_observation import TESTS, WORKERS, job
-from polytempo.core.errors import JobFailed
+from polytempo.cluster import Cluster, Crash, Link
+from polytempo.core.errors import JobFailed, PolytempoError
 from polytempo.spec.result import Result
 from staged_job import job as staged_job
+
+CRASHED = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, faults=(Crash(rank=1, step=2),))
 
 
 class Idle(pt.callbacks.Callback):
@@ -116,6 +120,65 @@ def test_an_evaluation_at_a_server_is_refused() -> None:
     with pytest.raises(pt.errors.Incompatible) as caught:
         trained(SERVED[0], [AskAt(1, evaluate=True)], steps=6)
     assert caught.value.code == "PT2305"
+
+
+def test_a_checkpoint_of_simulated_shards_is_refused_with_a_folder(tmp_path: Path) -> None:
+    assert trained(SERVED[0], [AskAt(1, save=True)], steps=6).steps  # without a folder there is nothing to save
+    with pytest.raises(pt.errors.Incompatible) as caught:
+        trained(SERVED[0], [AskAt(1, save=True)], steps=6, out=tmp_path)
+    assert caught.value.code == "PT2309"
+
+
+class Faults(pt.callbacks.Callback):
+    """Notes faults, and the end."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_fault(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(facts.fault)
+
+    def on_finish(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(facts.status)
+
+
+def test_a_crash_that_a_simulation_survives_is_a_fault() -> None:
+    faults = Faults()
+    found = trained(SERVED[0], [faults], epochs=2, cluster=CRASHED)
+    assert faults.seen[0].startswith("worker 1 crashed at ")
+    assert faults.seen[1:] == ["finished"]
+    assert found.trace_hash == trained(SERVED[0], epochs=2, cluster=CRASHED).trace_hash
+
+
+def test_a_crash_that_ends_a_simulation_is_a_fault() -> None:
+    faults = Faults()
+    with pytest.raises(PolytempoError):
+        trained(ROWS[0], [faults], cluster=CRASHED)
+    assert faults.seen[-1] == "failed"
+    assert len(faults.seen) == 2
+
+
+def f1(predicted: Tensor, target: Tensor) -> float:
+    """A number that grows with training."""
+    return float((predicted == target).double().mean())
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd(period=4)", "ssp"])
+def test_a_run_until_a_metric_stops_where_a_run_until_the_same_accuracy_does(strategy: str) -> None:
+    digits = pt.jobs.find("digits")
+    measured = replace(
+        digits, metrics={"f1": f1}, predictions=lambda output, target: (output.argmax(1), target), name="measured"
+    )
+    found = [pt.simulate(measured, strategy, 2, threads=1, until={name: 0.8}) for name in ("f1", "accuracy")]
+    assert found[0].reached
+    assert found[0].steps == found[1].steps
+    assert found[0].metrics == {"f1": found[0].accuracy}
+    several = replace(measured, metrics={"f1": lambda predicted, target: {"own": f1(predicted, target)}})
+    assert pt.simulate(several, strategy, 2, threads=1, until={"f1/own": 0.8}).steps == found[0].steps
+    with pytest.raises(ValueError, match=r"until f1=…: a score has .*f1/own"):
+        pt.simulate(several, strategy, 2, threads=1, until="f1=0.8")
+    with pytest.raises(ValueError, match=r"until precision=…: scores of job measured have accuracy, loss, f1"):
+        pt.simulate(measured, strategy, 2, threads=1, until="precision=0.9")
 
 
 class Broken(pt.callbacks.Callback):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
@@ -87,6 +92,81 @@ def test_elastic_workers_follow_the_request_of_the_first(tmp_path: Path) -> None
     found = pt.run("digits", "sync_sgd", 2, epochs=60, min_workers=1, callbacks=[stop], out=tmp_path, **SMALL)
     assert 9 <= found.steps <= 12
     assert found.callbacks is not None
+
+
+class Faults(pt.callbacks.Callback):
+    """Notes faults."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_start(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen = []
+
+    def on_fault(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(facts.fault)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def killed_once(marker: Path) -> pt.Job:
+    """Digits; the first worker that computes its sixth loss is killed there."""
+    job, calls = pt.jobs.find("digits"), [0]
+    loss: Any = job.loss
+
+    def computed(output: Tensor, target: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 6:
+            try:
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        found: Tensor = loss(output, target)
+        return found
+
+    return replace(job, loss=computed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("ssp", {}, r"worker-\d was killed by SIGKILL; started again"),
+        ("sync_sgd", {"min_workers": 1, "max_workers": 2}, r"the group of workers has changed"),
+    ],
+)
+def test_a_killed_worker_is_told(strategy: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    faults = Faults()
+    job = killed_once(tmp_path / "killed")
+    pt.run(job, strategy, 2, epochs=2, callbacks=[faults], out=tmp_path / "run", **options, **SMALL)
+    assert any(re.search(words, fault) for fault in faults.seen), faults.seen
+
+
+class Saves(pt.callbacks.Callback):
+    """Asks for one checkpoint, and notes the complete ones."""
+
+    def __init__(self) -> None:
+        self.asked, self.seen = False, list[str]()
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> pt.callbacks.Control:
+        asks, self.asked = not self.asked, True
+        return pt.callbacks.Control(save=asks)
+
+    def on_checkpoint(self, facts: pt.callbacks.CallbackFacts) -> None:
+        assert facts.checkpoint is not None
+        self.seen.append(facts.checkpoint)
+
+
+def test_a_snapshot_of_a_server_is_saved_on_request(tmp_path: Path) -> None:
+    saves = Saves()
+    options: dict[str, Any] = {"epochs": 3, "checkpoint_every": 10_000, "out": tmp_path, "callbacks": [saves], **SMALL}
+    pt.run("digits", "ssp", 2, **options)
+    assert [Path(path).name for path in saves.seen] == ["snapshot-00000001-run.json", "snapshot-00000002-run.json"]
 
 
 class Broken(pt.callbacks.Callback):

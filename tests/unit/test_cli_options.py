@@ -117,7 +117,7 @@ def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str)
         ({"batch_size": 0}, "--batch-size 0: must be"),
         ({"seed": -1}, "--seed -1: must be"),
         ({"until": "accuracy"}, "--until accuracy: must be written accuracy=0.97 or loss=0.1"),
-        ({"until": "precision=0.9"}, "--until precision=0.9: accepts accuracy and loss, not precision"),
+        ({"until": "=0.9"}, "--until =0.9: must be written accuracy=0.97 or loss=0.1"),
         ({"until": "loss=nan"}, "--until loss=nan: loss must be a number, not nan"),
         ({"data": Path("missing")}, "--data missing: there is no such file or folder"),
     ],
@@ -139,10 +139,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("accuracy=0.97", {"accuracy": 0.97}),
         ("loss=0.1", {"loss": 0.1}),
         (" accuracy = 0.9 , loss = 1e-2 ", {"accuracy": 0.9, "loss": 0.01}),
+        ("f1=0.9", {"f1": 0.9}),
     ],
 )
 def test_until(text: str, goals: dict[str, float]) -> None:
-    """One goal, or both."""
+    """One goal, or several."""
     assert parse_until(text) == goals
 
 

@@ -36,6 +36,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.job.evaluate import check_measures
 from polytempo.training.job.program import STEPS_BETWEEN_SCORES, check_length
 
 _TRIED_WORKERS = 4
@@ -358,3 +359,4 @@ def _check_target(job: Job, has_test: bool, until: Mapping[str, float]) -> None:
         )
     if "accuracy" in until and job.correct is None:
         raise ValueError(f"job {job.name} measures no accuracy; give the target as loss=…")
+    check_measures(job, until)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from msgspec import Meta
 
 from polytempo.spec.batch_growth import BatchGrowth, NormTest, growth_of
+from polytempo.spec.callbacks.early_stop import is_better_small
 from polytempo.spec.callbacks.reading import Callbacks, callbacks_like, callbacks_of
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.table.option import (
@@ -128,10 +129,10 @@ class RunOptions:
     steps: Annotated[Count | None, Option(LENGTH, "K")] = None
     """Stop after K steps in all, also where a run is resumed."""
     until: Annotated[Mapping[str, float], Option(LENGTH, "GOAL", read=goals_of)] = field(default_factory=dict)
-    """Stop at a test score: accuracy=0.97, loss=0.1, or both.
+    """Stop at a test score: accuracy=0.97, loss=0.1, f1=0.9 by one of the job's metrics, or several, which all count.
 
-    As text, or `{"accuracy": 0.97}`. A score may come late, and holds up no training: then the run ends a little beyond
-    the step that was scored.
+    As text, or `{"accuracy": 0.97}`. A value with "loss" in its name is to be at most the goal, others at least. A
+    score may come late, and holds up no training: then the run ends a little beyond the step that was scored.
     """
 
     eval_every: Annotated[ScoreInterval | None, Option(LENGTH, "K", read=interval_of)] = None
@@ -344,9 +345,6 @@ def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOp
     return replace(options or RunOptions(), **keywords)  # type: ignore[arg-type]  # text becomes values there
 
 
-MEASURES = ("accuracy", "loss")
-
-
 def parse_until(text: str) -> dict[str, float]:
     """The targets: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` for other texts."""
     found: dict[str, float] = {}
@@ -356,7 +354,7 @@ def parse_until(text: str) -> dict[str, float]:
             goal = float(written)
         except ValueError:
             goal = None
-        if not equals or goal is None:
+        if not equals or goal is None or not measure:
             raise ValueError("must be written accuracy=0.97 or loss=0.1")
         if measure in found:
             raise ValueError(f"gives {measure} twice")
@@ -370,10 +368,27 @@ def goals_of(given: object) -> Mapping[str, float]:
     if not isinstance(goals, Mapping):
         raise ValueError("must be a text such as accuracy=0.97, or a dict such as {'accuracy': 0.97}")
     for measure, goal in goals.items():
-        if measure not in MEASURES:
-            raise ValueError(f"accepts accuracy and loss, not {measure}")
+        if not isinstance(measure, str) or not measure:
+            raise ValueError(f"{measure!r} is not a name; give accuracy, loss or the name of one of the job's metrics")
         if isinstance(goal, bool) or not isinstance(goal, int | float) or not isfinite(goal):
             raise ValueError(f"{measure} must be a number, not {goal!r}")
         if measure == "accuracy" and not 0 < goal <= 1:
             raise ValueError("accuracy is a number between 0 and 1: 97 % is accuracy=0.97")
     return goals
+
+
+def goals_met(measured: Mapping[str, float | None], goals: Mapping[str, float]) -> bool | None:
+    """True if a score reaches all of `goals`: losses at most, others at least; None without goals. NaN reaches none.
+
+    ValueError where the score lacks one of the numbers: a metric that makes several has names such as `f1/0`.
+    """
+    if not goals:
+        return None
+    for name in goals:
+        if name not in measured:
+            raise ValueError(f"until {name}=…: a score has {', '.join(measured)}; give one of these")
+    return all(
+        (value := measured.get(name)) is not None
+        and (value <= goal if is_better_small(name, "auto") else value >= goal)
+        for name, goal in goals.items()
+    )

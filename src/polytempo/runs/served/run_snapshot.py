@@ -283,7 +283,7 @@ class SnapshotSaves:
         self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
         self._saved_steps, self._saved_epoch = self._steps, coordinator.scheduler.epoch
-        self._ended = self._leaves = False
+        self._ended = self._leaves = self._wanted = False
         self._look_at_s = 0.0
 
     @property
@@ -316,8 +316,12 @@ class SnapshotSaves:
         """True if the last snapshot is whole."""
         return self._leaves and not self.pending
 
+    def want(self) -> None:
+        """Order a snapshot at the next look, or when the one under way is whole."""
+        self._wanted = True
+
     def look(self, now_s: float) -> Outbox:
-        """Order a snapshot, if the interval is over."""
+        """Order a snapshot, if the interval is over or one is wanted."""
         if self._coordinator.scheduler.finished:
             if self._ended:
                 return []
@@ -334,6 +338,8 @@ class SnapshotSaves:
 
     @property
     def _is_due(self) -> bool:
+        if self._wanted:
+            return True
         steps = self._steps - self._saved_steps
         if self._every is not None:
             return steps >= self._every
@@ -343,6 +349,7 @@ class SnapshotSaves:
         """Order number n + 1 when every shard has n; else n again, because a resume would need n - 1 then."""
         if not self.pending:
             self._number += 1
+            self._wanted = False
         self._ordered_s = now_s
         scheduler = self._coordinator.scheduler
         self._saved_steps, self._saved_epoch = self._steps, scheduler.epoch

@@ -200,6 +200,7 @@ class ServedRun:
             callbacks=str if self.host is None else self.host.state,
             on_saved=self._record_saved,
         )
+        self.tally.on_save = self.saves.want
         if self._saves_if_lost:
             number = number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
             self._lost = LauncherPart(self.saves, number, _EVERY_S if isinstance(self.out, UrlPath) else 1.0)

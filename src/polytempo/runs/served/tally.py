@@ -19,7 +19,7 @@ from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Statistics
 from polytempo.spec.job import OF_ROWS
 from polytempo.spec.result import Result
-from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_options import goals_met
 from polytempo.training.job.start import start_facts
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.served.server_facts import facts_of
@@ -81,6 +81,8 @@ class Tally:
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if self._spec.options.until else None
+        self.on_save: Callable[[], None] = lambda: None
+        """Called where a callback asks for a checkpoint."""
 
     def take(self, text: bytes) -> None:
         """Take a row, as JSON, of any worker."""
@@ -95,7 +97,7 @@ class Tally:
         if row["kind"] == "test":
             self._tested = row
             if not self._reached:
-                self._reached = _reached(row, self._spec.options)
+                self._reached = goals_met(row, self._spec.options.until)
                 if self._reached:
                     self._coordinator.stop()
         else:
@@ -113,8 +115,10 @@ class Tally:
         if row["kind"] == "train":
             host.stepped(row["step"], row["epoch"], row["samples"], row["seconds"])
         asked = host.take()
-        if asked.evaluate or asked.save:
+        if asked.evaluate:
             refuse({"asked evaluation", "server"})
+        if asked.save:
+            self.on_save()
         if asked.stop and not (self._asked_to_stop or self._reached or self._scheduler.finished):
             self._asked_to_stop = True
             self._coordinator.stop()
@@ -196,13 +200,3 @@ class Tally:
 def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
     """The samples of the finished tickets; of an unfinished epoch, as if its first tickets were finished."""
     return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
-
-
-def _reached(row: dict[str, float], options: RunOptions) -> bool | None:
-    """True if a row of a test meets the goals of `until`; None without goals."""
-    if not options.until:
-        return None
-    return all(
-        row["loss"] <= target if name == "loss" else (row["accuracy"] or 0.0) >= target
-        for name, target in options.until.items()
-    )

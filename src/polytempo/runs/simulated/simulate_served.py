@@ -21,6 +21,7 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Program
 from polytempo.core.arithmetic.kernel_use import KernelUse
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.port import world_port
 from polytempo.diagnosis.bound import UsedLink
 from polytempo.engines.processes.capacity import check_simulated
@@ -112,6 +113,9 @@ class ServedSimulation:
             lambda shard, nodes: None,  # they are there already
         )
         self.tally = Tally(program, self.coordinator, record, host=host, least_lost_s=0.0)
+        if self.options.out is not None:
+            self.tally.on_save = partial(refuse, {"asked checkpoint", "server", "simulated"})
+        self._host = host
         for context in self.contexts:
             context.record = record
         self.scores = self._scores()
@@ -131,7 +135,8 @@ class ServedSimulation:
             if port.rank in self.nodes:
                 await serve(port, self.nodes[port.rank])
                 return None
-            await serve(port, _Launcher(self.coordinator, self.world, self.topology, self.reshapes))
+            launcher = _Launcher(self.coordinator, self.world, self.topology, self.reshapes, self._tell_lost)
+            await serve(port, launcher)
             for node in self.nodes.values():  # also unused nodes
                 node.finished = True
         except Exception:
@@ -140,6 +145,12 @@ class ServedSimulation:
                 node.finished = True
             raise
         return None
+
+    def _tell_lost(self, rank: int, dead_s: float) -> None:
+        """Call `on_fault` for a rank that the run goes on without."""
+        if self._host is not None:
+            who = f"worker {rank}" if rank in self.topology.workers else f"server {rank - self.spec.workers}"
+            self._host.faulted(f"{who} crashed at {dead_s:g} s; the others go on")
 
     def _work(self, port: Port) -> Program[Attendance]:
         client = self.plan.client(port.rank, 1, peers=self.plan.peers_of(port.rank))
@@ -238,8 +249,15 @@ class ServedSimulation:
 class _Launcher:
     """The coordinator with the launcher's knowledge of lost ranks."""
 
-    def __init__(self, coordinator: Coordinator, world: VirtualWorld, topology: Topology, reshapes: Reshapes) -> None:
-        self._coordinator, self._world, self._reshapes = coordinator, world, reshapes
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        world: VirtualWorld,
+        topology: Topology,
+        reshapes: Reshapes,
+        on_lost: Callable[[int, float], None],
+    ) -> None:
+        self._coordinator, self._world, self._reshapes, self._on_lost = coordinator, world, reshapes, on_lost
         self._topology, self._workers = topology, topology.workers
         self._noticed: set[int] = set()
 
@@ -281,6 +299,7 @@ class _Launcher:
                     raise PolytempoError(self._lost_stage(rank, dead_s))
                 self._noticed.add(rank)
                 out += self._coordinator.lose(now_s, rank)
+                self._on_lost(rank, dead_s)
         if self._noticed.issuperset(self._workers):
             raise PolytempoError("every worker is lost, so the run cannot go on; let fewer of them crash")
         return out

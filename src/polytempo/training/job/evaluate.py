@@ -22,7 +22,7 @@ from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
 from polytempo.spec.precision import Precision
-from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_options import RunOptions, goals_met
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.job_metrics import Metrics
 from polytempo.training.job.sample_batches import SampleBatches
@@ -182,7 +182,19 @@ def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
     if options.eval_every is not None and not has_test:
         raise ValueError("eval_every needs a test set, and this job has none; leave it out")
-    if "accuracy" in options.until and job.correct is None:
+    check_measures(job, options.until)
+
+
+def check_measures(job: Job, until: Mapping[str, float]) -> None:
+    """Raises ValueError for a goal of a number that the job's scores do not have."""
+    for name in until:
+        if name.partition("/")[0] not in ("accuracy", "loss", *job.metrics):
+            known = ", ".join(["accuracy", "loss", *job.metrics])
+            raise ValueError(
+                f"until {name}=…: scores of job {job.name} have {known}; give one of these, or add {name} to the job's "
+                "metrics"
+            )
+    if "accuracy" in until and job.correct is None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
 
 
@@ -191,8 +203,7 @@ def meets(score: Score | None, options: RunOptions) -> bool | None:
     if not options.until:
         return None
     assert score is not None
-    measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
-    return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
+    return goals_met(score.row(), options.until)
 
 
 AVERAGE, AVERAGED_STEPS = "average/", "averaged steps"
