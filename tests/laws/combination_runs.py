@@ -171,6 +171,8 @@ def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
         given["ema"] = DECAY
     if row.loop == "micro_batches":
         given["accumulate"] = 2
+    if row.loop == "clip_norm":
+        given["clip_norm"] = 0.1
     if row.family in SERVED:
         return given | {"batch_size": GLOBAL_BATCH // row.replicas}
     return given | {"global_batch_size": GLOBAL_BATCH}
@@ -212,7 +214,7 @@ class Replica:
         return [x[a:b] for a, b in bounds if a < b], [y[a:b] for a, b in bounds if a < b]
 
     def clip(self) -> None:
-        if self.row.loop == "clipped":
+        if self.row.loop in ("clipped", "clip_norm"):
             nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
 
     def take_in(self, step: int) -> None:

@@ -84,7 +84,7 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "precision": ["float64", "float32", "bf16", *QUANTISED],
     "norm": ["none", "batch", "instance", "layer", "group"],
     "optimizer": ["sgd", "momentum", "adamw"],
-    "loop": ["job", "micro_batches", "clipped", "frozen", "unused", "own", "accumulated"],
+    "loop": ["job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated"],
     "replicas": [1, 2],
     "saving": ["saved", "resumed"],
     "world": ["virtual", "processes"],
@@ -163,11 +163,13 @@ REFUSED: list[tuple[str, Values]] = [
     ("PT1409", {"layout": ["split", "places", "hybrid"], "precision": QUANTISED}),
     ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
     ("PT1526", {"layout": STAGED, "loop": ["micro_batches"]}),
+    ("PT1536", {"family": SERVED, "layout": STAGED, "loop": ["clip_norm"]}),
+    ("PT1538", {"family": ["backup"], "loop": ["clip_norm"]}),
     ("PT1602", {"layout": STAGED, "scored": ["average"]}),
     ("PT1603", {"layout": ["hogwild"], "scored": ["average"]}),
     ("PT1606", {"layout": ["split", "places", "hybrid"], "scored": ["average"]}),
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
-    ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
+    ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped", "clip_norm"]}),
 ]
 """Codes or patterns of refused rows, in the order of the checks."""
 

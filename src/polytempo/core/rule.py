@@ -118,6 +118,8 @@ class Rule(NamedTuple):
     receive: Callable[[RuleState, Arrival, Situation], tuple[RuleState, list[Action]]]
     needs_newest: bool = False
     """True if it drops gradients that were not computed on the newest weights."""
+    waits_for_several: bool = False
+    """True if an update is a mean of several pushes."""
     adds_sums: bool = False
     """True if a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
     with the rate 1, and all its workers are answered."""

@@ -154,6 +154,12 @@ class RunOptions:
     Steps and their batches stay as they are: `batch_size` and `global_batch_size` are of a step, of all micro-batches
     together. Memory for activations shrinks by K. Norms that compute statistics of a batch see micro-batches.
     """
+    clip_norm: Annotated[Positive | None, Option(TRAINING, "C")] = None
+    """Clip gradients: scale a step's gradient by min(1, C / its norm). Default: no clipping.
+
+    The norm is of the whole model's gradient, as in torch's `clip_grad_norm_`, behind the exchange of gradients and
+    before the optimizer. Workers that exchange parameters, or have a parameter server, each clip their own gradients.
+    """
     lr: Annotated[Positive | None, Option(TRAINING, "R")] = None
     """Learning rate. Default: the job's."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), Option(TRAINING, "S")] = 0

@@ -211,6 +211,8 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "local scaling": options.scaling == "local",
         "global batch": options.global_batch_size is not None,
         "accumulation": options.accumulate > 1,
+        "clipping": options.clip_norm is not None,
+        "sums at a server": strategy.server is not None and strategy.server.rule.waits_for_several,
         "average": options.ema is not None,
         "reshape": bool(options.reshape),
         "restore": options.on_drift == "restore",

@@ -71,7 +71,7 @@ from polytempo.worlds.trace import COMMUNICATION
 _TOKEN_BYTES = 8
 _MUST_AGREE = (
     *("epochs", "steps", "until", "resume", "checkpoint_every", "ema", "noise_scale", "global_batch_size"),
-    *("accumulate", "batch_growth", "eval_every", "precision"),
+    *("accumulate", "batch_growth", "clip_norm", "eval_every", "precision"),
 )
 
 
@@ -337,6 +337,7 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         handle.begin_batch(share)
         loss = gradients.compute(batch, port.world_rank)
+        handle.clip(spec.options.clip_norm)
         handle.replica.optimizer.step()
         return loss
 

@@ -182,6 +182,7 @@ class ServedProgram:
             guard=None if spec.options.allow_nan or meta else Guard(model, trainable(model, optimizer)),
             noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
             masters=None if meta else masters_of(model, optimizer, spec.options.precision),
+            clip_norm=spec.options.clip_norm,
             stage=stage,
             out=spec.options.out,
             trained=trained_of(model, optimizer, spec.strategy, found) if meta and stage is None else None,

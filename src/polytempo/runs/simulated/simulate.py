@@ -258,6 +258,7 @@ def _context(
         replica = Replica(
             model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan, masters=masters
         )
+        replica.clip_norm = spec.options.clip_norm
         if masters is not None:
             masters.watch()
         holding = Whole(replica)

@@ -26,6 +26,7 @@ def _features(strategy: Strategy, options: RunOptions, *, meta: bool, batched: b
         "noise scale": options.noise_scale is not None and (meta or batched),
         "batch growth": bool(options.batch_growth) and (meta or batched),
         "accumulation": options.accumulate > 1 and batched,
+        "clipping": options.clip_norm is not None and batched,
         "precision": options.precision is not None and (batched or meta),
         "resume": bool(options.resume),
         "checkpoints": bool(options.checkpoint_every),

@@ -143,4 +143,4 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
             actions += map(Answer, (arrival.worker, *arrival.others))
         return summed, actions
 
-    return Rule(call_name(softsync, locals()), int, receive, adds_sums=scale is constant)
+    return Rule(call_name(softsync, locals()), int, receive, waits_for_several=True, adds_sums=scale is constant)

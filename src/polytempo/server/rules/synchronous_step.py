@@ -90,7 +90,7 @@ def stepwise(
             waiting = {m: rest for m, pushes in waiting.items() if (rest := pushes[len(step.get(m, ())) :])}
             newcomers = ()
 
-    return Rule(name, lambda: {"waiting": {}, "newcomers": ()}, receive)
+    return Rule(name, lambda: {"waiting": {}, "newcomers": ()}, receive, waits_for_several=True)
 
 
 def _update(step: dict[int, WaitingPushes], weights: SampleWeights) -> list[Action]:

@@ -369,6 +369,7 @@ class ElasticTraining:
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             loss = gradients.compute(batch, port.world_rank)
             handle.complete()
+            handle.clip(self.spec.options.clip_norm)
             before, committed = replica.step, None
             if self._agrees_before(replica, port):
                 committed = await self._commit_step(port)

@@ -27,7 +27,6 @@ from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.hooks.step_hooks import StepChecks, StepHooks
 from polytempo.training.hooks.weak_hook import WeakHook
 from polytempo.training.model.ownership import Ownership, called_modules
-from polytempo.training.model.parted_parameters import counted_elsewhere, shared_elsewhere
 from polytempo.training.model.ports import Ports
 from polytempo.training.observe.loop_folder import LoopLog
 from polytempo.training.observe.loop_score import evaluating, scored
@@ -334,18 +333,22 @@ class Handle:
         change, and the norm is of the optimizer's gradients, without the loss scale.
         """
         if self.one_copy is None:
-            parameters = self.replica.trainable.values()
-            holders, again = self.ports.model, counted_elsewhere(self.replica.splits)
-            if own := self.replica.own:
-                holders = self.ports.data
-                again = shared_elsewhere(self.replica.trainable, own, holders.rank)
-            return self.world.drive(self.replica.clip_grad_norm_(holders, parameters, max_norm, again))
+            return self.world.drive(self.replica.clip_whole(self.ports.data, self.ports.model, max_norm))
         if self._members.joining:
             raise ValueError(
                 "inside join() ranks that have left could not take part in clip_grad_norm_(); leave it out"
             )
         self._members.agree_on_share()
         return self.one_copy.clip_grad_norm_(max_norm, self._members.share)
+
+    def clip(self, max_norm: float | None) -> None:
+        """`clip_grad_norm_` in a job's step, once all gradients are there, are exchanged and were looked at."""
+        if max_norm is None:
+            return
+        self.complete()
+        if self.replica.guard is not None and not (self.replica.exchanges_gradients or self.one_copy):
+            self.replica.guard.gradients(self.replica.step, self.world.rank)
+        self.clip_grad_norm_(max_norm)
 
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.

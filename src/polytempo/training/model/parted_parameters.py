@@ -105,9 +105,9 @@ async def clip_grad_norm_(
         norm = √(Σ over ranks Σ over parameters ‖g‖²)        g ← g · min(1, max_norm / (norm + 1e-6))
 
     All ranks of `model` call it; no two hold the same parameter, but for those `again`, which another rank counts. On
-    one rank it is torch's. Cost: one number, in float64, to all of them.
+    one rank it is torch's, and sparse gradients are as in torch's step. Cost: one number, in float64, to all of them.
     """
-    if model.size == 1:
+    if model.size == 1 and all(p.grad is None or p.grad.layout == torch.strided for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = await gradient_norm(model, parameters, again)
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)

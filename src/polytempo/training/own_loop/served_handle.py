@@ -27,7 +27,7 @@ from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, Se
 from polytempo.training.own_loop.loop_facts import facts_of_loop
 from polytempo.training.own_loop.served_step import ServedStep
 from polytempo.training.own_loop.ticket_loop import TicketLoop
-from polytempo.training.precision.masters import masters_of
+from polytempo.training.precision.masters import clip_alone, masters_of
 from polytempo.worlds import ProcessWorld
 
 
@@ -184,11 +184,8 @@ class ServedHandle:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Let this rank's gradient have a norm of at most `max_norm`; returns the norm that it had. With a `precision`
         the coming step does the scaling, and `.grad` stays as it is."""
-        held = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
-        if self._masters is None:
-            return nn.utils.clip_grad_norm_(held, max_norm)
-        norm = nn.utils.get_total_norm([p.grad.float() for p in held if p.grad is not None])
-        return self._masters.clip(norm, max_norm)
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        return clip_alone(held, self._masters, max_norm)
 
     def detach(self) -> None:
         """End the server and take the hooks off: the model has the server's final weights, and the loop is an ordinary

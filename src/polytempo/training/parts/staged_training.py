@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from polytempo.core import Port
+from polytempo.core.calls.refusals import refuse
 from polytempo.data.shard import DataShard
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
+from polytempo.partition.schedules.facts import steps_late
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.job_calls import next_batch, optimizer_of
 from polytempo.spec.objective import pair_loss, pair_of
@@ -40,6 +42,7 @@ def staged(
         allow_nan=spec.options.allow_nan,
         flops_per_sample=flops_per_sample,
         precision=spec.options.precision,
+        max_norm=spec.options.clip_norm,
         series=series,
     )
 
@@ -58,9 +61,11 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
 
     Errors: ValueError for a job with a loss that calls the model itself, for a model that cannot be cut, or not in so
-    many stages, and for weights that several stages share in a late schedule.
+    many stages, and for weights that several stages share in a late schedule. `Incompatible` for clipping in one.
     """
     schedule = schedule_of(spec.strategy)
+    if spec.options.clip_norm is not None and steps_late(schedule):
+        refuse({"clipping", "late stages"}, clip_norm=spec.options.clip_norm, strategy=spec.strategy)
     sample = beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed))
     return cut(model, schedule.stages * schedule.parts, sample=sample)
 

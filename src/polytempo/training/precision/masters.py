@@ -13,7 +13,7 @@ or, inside `in_float32`, the masters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -265,6 +265,15 @@ class Masters:
         self._begin_float32()
         self._low = []
         self._widen_gradients()
+
+
+def clip_alone(parameters: Iterable[nn.Parameter], masters: Masters | None, max_norm: float) -> Tensor:
+    """Clip a worker's own gradient as torch does, and return its norm. With masters the coming step does the scaling,
+    and `.grad` stays as it is."""
+    held = [p for p in parameters if p.grad is not None]
+    if masters is None:
+        return nn.utils.clip_grad_norm_(held, max_norm)
+    return masters.clip(nn.utils.get_total_norm([p.grad.float() for p in held if p.grad is not None]), max_norm)
 
 
 def masters_of(

@@ -17,7 +17,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.model.local_decay import LocalDecay
 from polytempo.training.pipeline.served_stage import ServedStage
-from polytempo.training.precision.masters import Masters
+from polytempo.training.precision.masters import Masters, clip_alone
 from polytempo.training.served.part_noise import PartNoise
 from polytempo.training.served.rate_schedule import RateSchedule
 from polytempo.training.served.served_replica import Trained
@@ -48,6 +48,8 @@ class ServedContext:
     guard: Guard | None = None
     noise: PartNoise | None = None
     masters: Masters | None = None
+    clip_norm: float | None = None
+    """The bound of the gradient of a worker's batch."""
     stage: ServedStage | None = None
     """This process's stage of a pipeline; `model` is then the stage's."""
     out: Place | None = None
@@ -62,6 +64,11 @@ class ServedContext:
     def whole(self) -> nn.Module:
         """The whole model: the first stage's has all stages' final weights when its work is over."""
         return self.model if self.stage is None else self.stage.whole
+
+    def clip(self) -> None:
+        """Clip the gradient of the batch, before it is pushed; with masters their step does the scaling."""
+        if self.clip_norm is not None and self.reads:
+            clip_alone(self.model.parameters(), self.masters, self.clip_norm)
 
     def sha256(self) -> str:
         """The hash of the whole model's float32 parameters, for results."""

@@ -271,6 +271,7 @@ class _TicketWorker:
             context.guard.gradients(self.served.step_of(ticket), self._client.worker)
         if context.noise is not None:
             context.noise.look(self._steps, batch, samples)
+        context.clip()
         self._meter.add(loss if context.reads else None)
         return samples
 

@@ -29,7 +29,14 @@ from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.synchronization.every import has_turn
 from polytempo.training.checkpoint.optimizer_state import begin_states, steps_each_by_itself
-from polytempo.training.model.parted_parameters import check_optimizer, clip_grad_norm_, gradient_norm, own_parameters
+from polytempo.training.model.parted_parameters import (
+    check_optimizer,
+    clip_grad_norm_,
+    counted_elsewhere,
+    gradient_norm,
+    own_parameters,
+    shared_elsewhere,
+)
 from polytempo.training.model.requirements import fitted
 from polytempo.training.model.trainable_parameters import sparse_tables, trainable
 from polytempo.training.precision.masters import Masters
@@ -80,6 +87,8 @@ class Replica:
         check_optimizer(optimizer, self.splits, self.own)
         self.step = 0
         self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
+        self.clip_norm: float | None = None
+        """The bound of a simulated step's gradient; hooks of real ranks clip by the handle."""
         self.member = MemberWeight()
         self.loss_scale: LossScale | None = None
         """The GradScaler's factor, which a transform must not see."""
@@ -240,6 +249,13 @@ class Replica:
         if self.masters is None:
             return await clip_grad_norm_(holders, parameters, max_norm, again)
         return self.masters.clip(await gradient_norm(holders, parameters, again), max_norm)
+
+    async def clip_whole(self, data: Port, model: Port, max_norm: float) -> Tensor:
+        """Clip by the whole model's norm. Ranks of `model` hold its parts; ranks of `data` divide layers."""
+        parameters, holders, again = self.trainable.values(), model, counted_elsewhere(self.splits)
+        if self.own:
+            holders, again = data, shared_elsewhere(self.trainable, self.own, data.rank)
+        return await self.clip_grad_norm_(holders, parameters, max_norm, again)
 
     async def finish_step(self, data: Port) -> None:
         """Finish a step after `optimizer.step`: keep the exchanges' states, run the parameters' transform, let buffers
