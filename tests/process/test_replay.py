@@ -97,6 +97,15 @@ def test_a_replay_reaches_the_bits_of_the_run(name: str, tmp_path: Path, monkeyp
     check_pushes(replayed, result)
 
 
+def test_a_replay_knows_options_that_change_gradients_and_scores(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clip_norm": 0.1, "accumulate": 2, "eval_every": 3}
+    result = pt.run(job(), s.async_sgd(shards=2), 2, steps=12, threads=1, out=tmp_path, **options)
+    replayed = replay(tmp_path, job(), s.async_sgd(shards=2))
+    assert (replayed.difference, replayed.ends, replayed.notes) == (None, [], [])
+    assert replayed.parameters_sha256 == replayed.recorded_sha256 == result.parameters_sha256
+    assert replayed.rows == len(read_metrics(tmp_path / "metrics.jsonl")) > 0
+
+
 def test_an_epoch_that_ends_in_the_last_step_of_a_run_that_measures_noise(tmp_path: Path) -> None:
     """24 batches are an epoch, and the run makes 25: both are scored in step 5."""
     pt.run(job(), s.async_sgd(), 5, steps=5, threads=1, noise_scale=1, out=tmp_path)

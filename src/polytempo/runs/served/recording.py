@@ -68,6 +68,9 @@ def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan", "ema")
     taken = {name: getattr(options, name) for name in kept}
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
+    taken |= {} if options.clip_norm is None else {"clip_norm": options.clip_norm}
+    taken |= {} if options.eval_every is None else {"eval_every": str(options.eval_every)}
+    taken |= {} if options.accumulate == 1 else {"accumulate": options.accumulate}
     taken |= {} if options.start_from is None else {"start_from": options.start_from}
     taken |= {} if options.precision is None else {"precision": str(options.precision)}
     return RunFacts(
