@@ -83,8 +83,9 @@ def test_numbers_that_are_not_finite_become_null(path: Path) -> None:
 def test_rows_of_a_served_run_count_from_its_first_work_as_its_seconds_do() -> None:
     """Processes took two seconds to start; the run was resumed after ten seconds of work."""
     told: list[dict[str, Any]] = []
-    spec = SimpleNamespace(options=SimpleNamespace(until={}))
-    program: Any = SimpleNamespace(spec=spec, plan=SimpleNamespace(service=None), batches=None, precision=None)
+    spec = SimpleNamespace(options=SimpleNamespace(until={}), workers=2, strategy=SimpleNamespace(stages=1))
+    batches = SimpleNamespace(size=8)
+    program: Any = SimpleNamespace(spec=spec, plan=SimpleNamespace(service=None), batches=batches, precision=None)
     coordinator: Any = SimpleNamespace(scheduler=None, began_s=2.0)
     before: Any = SimpleNamespace(step=40, seconds=10.0)
     for run_before in (None, before):

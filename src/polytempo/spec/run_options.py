@@ -336,9 +336,7 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, Callbacks):
         return [str(each) for each in value]
-    if isinstance(value, ScoreInterval):
-        return str(value)
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # rules of growth and intervals are named tuples, and have texts
         return [str(each) for each in value if isinstance(each, TrackerCall)]  # objects stay in this process
     return str(value.absolute() if hasattr(value, "absolute") else value)
 
