@@ -86,7 +86,7 @@ def _engine_in(world: RankPlace, text: str) -> EngineName:
 
 def _run_name(asked: GivenOptions, *further: str) -> str:
     """The name of a run's folder: the job's, then the run's own words."""
-    return "-".join([slug(Path(asked.command.job or "job").name), *map(slug, further)])
+    return "-".join([slug(Path(asked.command.job or "job").name.removesuffix(".toml")), *map(slug, further)])
 
 
 def _request(asked: GivenOptions, name: str, world: RankPlace) -> RunRequest:
