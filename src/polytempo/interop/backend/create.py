@@ -22,6 +22,7 @@ from polytempo.interop.backend.across_hosts import Hosts, HostsGroup, Look, conn
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.process_group import SharedMemoryGroup
 from polytempo.interop.backend.staged import Operands, StagedOperands, StagedReceive, StagedSend
+from polytempo.interop.backend.tally import Tally
 from polytempo.interop.backend.work import Finished, PendingMessage, Queued
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
@@ -87,7 +88,7 @@ def _skip(code: Any) -> None:
 
 
 allow_monitored_barrier()
-leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage)
+leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage, Tally)
 leave_alone(Operands, StagedOperands, StagedSend, StagedReceive)
 
 

@@ -28,7 +28,8 @@ from polytempo.interop.backend.operands import (
     sum_of_sparse,
 )
 from polytempo.interop.backend.staged import placed, received, sent
-from polytempo.interop.backend.work import DONE, Courier, Lane
+from polytempo.interop.backend.tally import Tally
+from polytempo.interop.backend.work import DONE, Courier, Lane, Run
 from polytempo.native.call import form_of
 from polytempo.native.group import Group
 
@@ -89,6 +90,7 @@ class SharedMemoryGroup(NamedGroup):
             codes = CODES.get((tensor.dtype, opts.reduceOp.op))
             if codes and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
                 limit_s = self._limit_s(opts)
+                self._count([tensor])
                 data = (tensor.data_ptr(), tensor.numel(), form_of(tensor.shape))
                 status = self._lane.at_once(self._quick.all_reduce, *codes, *data, limit_s)
                 self.group.check(status, "all_reduce", limit_s)
@@ -125,7 +127,8 @@ class SharedMemoryGroup(NamedGroup):
                     tensor.copy_(flat)
             place.leave()
 
-        return self._lane.issue(run, tensors, blocking=_blocks(opts))
+        self._count(tensors)
+        return self._lane.issue(self._timed(run), tensors, blocking=_blocks(opts))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Each rank's piece of the reduction."""
@@ -148,7 +151,8 @@ class SharedMemoryGroup(NamedGroup):
                     output.copy_(flat)
             place.leave()
 
-        return self._lane.issue(run, list(outputs), blocking=_blocks(opts))
+        self._count([piece for given in inputs for piece in given])
+        return self._lane.issue(self._timed(run), list(outputs), blocking=_blocks(opts))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         """Like `reduce_scatter`, from one tensor that holds all pieces."""
@@ -273,7 +277,23 @@ class SharedMemoryGroup(NamedGroup):
                         tensor.copy_(flat)
             place.leave()
 
-        return self._lane.issue(run, result, blocking=_blocks(opts))
+        self._count([tensor for sends, _ in moves for tensor in sends])
+        return self._lane.issue(self._timed(run), result, blocking=_blocks(opts))
+
+    # ------------------------------------------------------------------ counts
+
+    def tally(self) -> Tally:
+        """The counts of this group's collectives, from the first call on."""
+        if self._lane.tally is None:
+            self._lane.tally = Tally()
+        return self._lane.tally
+
+    def _count(self, given: Sequence[Tensor]) -> None:
+        if self._lane.tally is not None:
+            self._lane.tally.count(sum(tensor.nbytes for tensor in given))
+
+    def _timed(self, run: Run) -> Run:
+        return run if self._lane.tally is None else partial(self._lane.tally.timed, run)
 
     # ------------------------------------------------------------------ barriers
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from polytempo.interop.backend.tally import Tally
 from polytempo.native.group import Group, Transfer
 from polytempo.worlds.process.threads import close_at_exit, ended
 
@@ -98,6 +100,8 @@ class Queued(Waited):
         finally:
             with self._lane.futures:
                 self._done = True
+                if self._lane.tally is not None:
+                    self._lane.tally.arrived(self)
 
     def announce(self) -> None:
         """Call the callbacks of the future. That may issue further collectives."""
@@ -138,6 +142,8 @@ class Queued(Waited):
         with self._lane.futures:
             if not self._done:
                 self._future = self._future or Future()
+                if self._lane.tally is not None:
+                    self._lane.tally.awaited(self, self._lane.futures)
         first: Future[Any] = self._future or Future()
         if self._future is None:
             first.set_result(None)
@@ -165,13 +171,15 @@ class Lane:
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.tally: Tally | None = None
+        """Counts the collectives, where someone reads the counts."""
 
     def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:
         """Run, now or later, in the order of issue."""
         if blocking:
             performed: list[Queued] = []
             try:
-                with self._running:
+                with self._standing(), self._running:
                     self._empty(performed)
                     run()
             finally:
@@ -181,7 +189,8 @@ class Lane:
         if not self._queue and self._running.acquire(blocking=False):
             try:
                 if not self._queue and self._ready():  # nothing else runs, so the group is between two calls
-                    queued.perform()
+                    with self._standing():
+                        queued.perform()
             finally:
                 self._running.release()
         if not queued.done:
@@ -193,6 +202,13 @@ class Lane:
         """Call `call(*arguments)` after the earlier work; nothing is built for it, for short collectives."""
         if self._queue:
             self.work_off(self._queue[-1])
+        if (tally := self.tally) is not None:
+            since_s = tally.stand()
+            try:
+                with self._running:
+                    return tally.timed(call, *arguments)
+            finally:
+                tally.stood(since_s)
         with self._running:
             return call(*arguments)
 
@@ -200,7 +216,7 @@ class Lane:
         """Perform the queue, in order, until `until` is done."""
         performed: list[Queued] = []
         try:
-            with self._running:
+            with self._standing(), self._running:
                 while not until.done:
                     self._perform_first(performed)
         finally:
@@ -211,6 +227,10 @@ class Lane:
         self._closed = True
         self._news.set()
         ended(self._thread)
+
+    def _standing(self) -> AbstractContextManager[None]:
+        """The program stands still inside."""
+        return nullcontext() if self.tally is None else self.tally.standing()
 
     def _empty(self, performed: list[Queued]) -> None:
         while self._queue:
