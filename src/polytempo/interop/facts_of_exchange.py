@@ -26,7 +26,8 @@ class ExchangeMeter:
 
     `groups`: the default group if none are given. FSDP on a mesh makes groups of its own: give `mesh.get_group()`.
 
-    Collectives change neither their bits nor their order. Cost: 5 µs a collective (28 and 23 µs for 64 bytes in a group of one rank).
+    Collectives change neither their bits nor their order. Cost: 5 µs a collective (28 instead of 23 µs for 64 bytes in a
+    group of one rank).
 
     Errors: ValueError for groups of other backends, which have no such counts.
     """
