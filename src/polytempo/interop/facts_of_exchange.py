@@ -26,8 +26,8 @@ class ExchangeMeter:
 
     `groups`: the default group if none are given. FSDP on a mesh makes groups of its own: give `mesh.get_group()`.
 
-    Collectives change neither their bits nor their order. Cost: 5 µs a collective (28 instead of 23 µs for 64 bytes in a
-    group of one rank).
+    Collectives change neither their bits nor their order. Cost: 5 µs a collective (28 instead of 23 µs for 64 bytes in
+    a group of one rank).
 
     Errors: ValueError for groups of other backends, which have no such counts.
     """
@@ -50,7 +50,7 @@ class ExchangeMeter:
 
         `polytempo/exchanges`: collectives. `polytempo/exchange_bytes`: bytes of this rank's tensors in them.
         `polytempo/exchange_seconds`: their time, with waiting for ranks that came later. `polytempo/wait_seconds`: the
-        time in which the program could not go on; the rest was hidden behind computing. Messages (`dist.send`) and
+        time that the program stood still for them; the rest was hidden behind computing. Messages (`dist.send`) and
         collectives that a device's own backend performs (NCCL) are not counted.
         """
         before, self._before = self._before, self._sums()

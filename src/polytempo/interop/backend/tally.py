@@ -37,7 +37,7 @@ class Tally:
         self.exchange_s = 0.0
         """Seconds of the collectives: moving, adding, and waiting for ranks that come later."""
         self.wait_s = 0.0
-        """Seconds in which the program could not go on."""
+        """Seconds that the program stood still for them."""
         self._task: int | None = None
         self._last: Awaited | None = None
         self._since_s: float | None = None
