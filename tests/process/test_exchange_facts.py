@@ -67,7 +67,7 @@ def test_a_program_stands_still_for_a_rank_that_comes_late(asynchronous: bool) -
 
 
 def trained(rank_info: RankInfo, meter: ExchangeMeter | None, *, late: int | None = None) -> list[float]:
-    """Weights of a model after three steps of DDP, whose rank `late` comes late to each backward pass."""
+    """Weights of a model after three steps of DDP; rank `late` comes late to each backward pass."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), bucket_cap_mb=0.0001)
     if meter is not None:

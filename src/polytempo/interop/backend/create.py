@@ -19,10 +19,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from polytempo.device import one_device_for_each, visible_devices
 from polytempo.interop.backend.across_hosts import Hosts, HostsGroup, Look, connected
+from polytempo.interop.backend.exchange_counts import ExchangeCounts
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.process_group import SharedMemoryGroup
 from polytempo.interop.backend.staged import Operands, StagedOperands, StagedReceive, StagedSend
-from polytempo.interop.backend.tally import Tally
 from polytempo.interop.backend.work import Finished, PendingMessage, Queued
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
@@ -88,7 +88,7 @@ def _skip(code: Any) -> None:
 
 
 allow_monitored_barrier()
-leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage, Tally)
+leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage, ExchangeCounts)
 leave_alone(Operands, StagedOperands, StagedSend, StagedReceive)
 
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import ReduceScatterOptions, Store, Work
 
 from polytempo.core.errors import TimedOut
 from polytempo.device import accelerator_kind, backend_of, device_group, is_host
+from polytempo.interop.backend.exchange_counts import ExchangeCounts
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.operands import (
     CODES,
@@ -28,7 +29,6 @@ from polytempo.interop.backend.operands import (
     sum_of_sparse,
 )
 from polytempo.interop.backend.staged import placed, received, sent
-from polytempo.interop.backend.tally import Tally
 from polytempo.interop.backend.work import DONE, Courier, Lane, Run
 from polytempo.native.call import form_of
 from polytempo.native.group import Group
@@ -282,10 +282,10 @@ class SharedMemoryGroup(NamedGroup):
 
     # ------------------------------------------------------------------ counts
 
-    def tally(self) -> Tally:
+    def tally(self) -> ExchangeCounts:
         """The counts of this group's collectives, from the first call on."""
         if self._lane.tally is None:
-            self._lane.tally = Tally()
+            self._lane.tally = ExchangeCounts()
         return self._lane.tally
 
     def _count(self, given: Sequence[Tensor]) -> None:

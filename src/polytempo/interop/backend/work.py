@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from polytempo.interop.backend.tally import Tally
+from polytempo.interop.backend.exchange_counts import ExchangeCounts
 from polytempo.native.group import Group, Transfer
 from polytempo.worlds.process.threads import close_at_exit, ended
 
@@ -171,7 +171,7 @@ class Lane:
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.tally: Tally | None = None
+        self.tally: ExchangeCounts | None = None
         """Counts the collectives, where someone reads the counts."""
 
     def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:

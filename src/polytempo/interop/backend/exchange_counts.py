@@ -1,4 +1,4 @@
-"""`Tally`: counts of a group's collectives, and the time that its program stands still for them.
+"""`ExchangeCounts`: counts of a group's collectives, and the time that its program stands still for them.
 
 DDP asks for futures during backward, and waits for them at its end, in C++, where no call of ours sees it:
 
@@ -27,7 +27,7 @@ class Awaited(Protocol):
         """True once it is done."""
 
 
-class Tally:
+class ExchangeCounts:
     """Counts since its making. `exchange_s` is written by the thread that runs a collective, one at a time."""
 
     def __init__(self) -> None:
