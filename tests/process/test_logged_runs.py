@@ -55,6 +55,14 @@ def test_a_job_logs_in_each_kind_of_run(kind: str, tmp_path: Path) -> None:
     assert all((tmp_path / record.path).is_file() for record in pictures)
 
 
+def test_a_stage_that_does_not_write_says_so_once_in_its_log(tmp_path: Path) -> None:
+    """The loss's numbers are on the last stage's rank, and rank 0 writes."""
+    pt.run(replace(find("digits"), loss=loss), s.ddg(stages=2), 2, steps=3, out=tmp_path)
+    assert [record for record in stream(tmp_path) if isinstance(record, Logged)] == []
+    said = (tmp_path / "logs/rank-1.log").read_text()
+    assert said.count("pt.log on stage 1 is not written") == 1
+
+
 def test_a_loop_logs_into_its_folder_and_goes_on(tmp_path: Path) -> None:
     """Rank 0's values are written. A loop that loads a state keeps the rows up to its step."""
 

@@ -12,7 +12,8 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class UserLog:
     """Checks the user's values, and hands their rows to `record`, if this process writes.
 
     `record`: None on ranks that write nothing, and in a run without a folder; then values are checked and dropped.
-    `step()` is the step of a call without one. `worker`: with a parameter server.
+    `step()` is the step of a call without one. `worker`: with a parameter server. `unwritten`: why this process does
+    not write, for a note at the first call.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class UserLog:
         out: Place | None = None,
         step: Callable[[], int] = lambda: 0,
         worker: int | None = None,
+        unwritten: str = "",
     ) -> None:
         self._record, self._out, self._step, self._worker = record, out, step, worker
+        self._unwritten = unwritten
         self._noted: set[str] = set()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -101,6 +105,9 @@ class UserLog:
     def _write(self, record: StreamRecord) -> None:
         if self._record is not None:
             self._record(row_of(record))
+        elif self._unwritten:
+            print(f"note: {self._unwritten}", file=sys.stderr)
+            self._unwritten = ""
 
     def _note_once(self, name: str, number: float) -> None:
         if name not in self._noted and len(self._noted) < _MOST_VALUES:
@@ -113,8 +120,8 @@ class UserLog:
 
 
 _DROPPED = UserLog()
-_present: list[UserLog] = []
-"""The log of the run that this process trains, at most one: `log` has no argument to find it by."""
+_present: list[UserLog | str] = []
+"""The log of the run that this process trains, at most one: `log` has no argument to find it by. Text: a refusal."""
 
 
 def set_user_log(log: UserLog | None) -> None:
@@ -124,7 +131,21 @@ def set_user_log(log: UserLog | None) -> None:
 
 def user_log() -> UserLog:
     """The log that `pt.log` writes to. Outside of a run's steps it checks values and drops them."""
-    return _present[0] if _present else _DROPPED
+    found = _present[0] if _present else _DROPPED
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+@contextmanager
+def logs_refused(why: str) -> Iterator[None]:
+    """Inside, `pt.log` raises ValueError with the text `why`."""
+    before = list(_present)
+    _present[:] = [why]
+    try:
+        yield
+    finally:
+        _present[:] = before
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
@@ -135,9 +156,10 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     Python's. `step`: by default the number of steps so far.
 
     Rank 0's values are written, because ranks do not wait for each other here; take a mean over ranks first where you
-    need it. With a parameter server each worker's are, with its number; in a pipeline the first stage's rank computes
-    no loss. A value that is not finite is left out, with one note a name. Nothing is written in a run without a folder,
-    and by calls outside of a job's training step: evaluations and rehearsals call a job's functions, too.
+    need it. With a parameter server each worker's are, with its number; in a pipeline the first stage's rank writes,
+    which computes no loss, and the others say so in a note; `batched` simulations refuse it. A value that is not finite
+    is left out, with one note a name. Nothing is written in a run without a folder, and by calls outside of a job's
+    training step: evaluations and rehearsals call a job's functions, too.
 
     Errors: TypeError for a value that is not a number (int, float, or a tensor or array of one element), ValueError
     for a name of more than 200 characters, or of others than letters, digits and ``_./ ()%:+=@#,-``. Cost: a line of

@@ -87,6 +87,8 @@ def refused(job: Job, error: Exception) -> ValueError:
 
 
 def _first_line(error: BaseException) -> str:
-    while error.__cause__ is not None:
+    seen = list[BaseException]()
+    while error.__cause__ is not None and error not in seen:  # torch raises errors that are their own cause
+        seen.append(error)
         error = error.__cause__
     return str(error).strip().partition("\n")[0].rstrip(". ")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import described
 from polytempo.spec.objective import loss_of
+from polytempo.training.observe.user_log import logs_refused
 from polytempo.training.step.guard import Guard, first_bad
 from polytempo.training.step.replica import Replica
 from polytempo.training.virtual.batched_checks import PooledGuard, check_batched, compare, gradients_alone, refused
@@ -30,6 +31,7 @@ from polytempo.training.virtual.worker_matrix import WorkerMatrices
 
 MOST_AT_ONCE = 256
 """Workers in one pass: their layers' outputs have to fit into the memory."""
+_NO_LOGS = "job {}: it logs in its loss (pt.log), and batched computes all workers' losses at once; leave out batched"
 
 
 class Enrolled(NamedTuple):
@@ -118,10 +120,11 @@ class GradientPool:
     def _compute(self, workers: list[int]) -> None:
         enrolled = [self._enrolled.pop(worker) for worker in workers]
         structure, alone = enrolled[0].form[0], None
-        if not self._reached:
-            alone = self._alone(workers[0], tree_unflatten(enrolled[0].tensors, structure))
         batch = [torch.stack(tensors) for tensors in zip(*(each.tensors for each in enrolled), strict=True)]
-        gradients, losses = self._pass(workers, tree_unflatten(batch, structure))
+        with logs_refused(_NO_LOGS.format(self._job.name)):
+            if not self._reached:
+                alone = self._alone(workers[0], tree_unflatten(enrolled[0].tensors, structure))
+            gradients, losses = self._pass(workers, tree_unflatten(batch, structure))
         if alone is not None:
             compare(self._job, alone, {name: stacked[0] for name, stacked in gradients.items()})
         self._losses |= zip(workers, losses.unbind(0), strict=True)
