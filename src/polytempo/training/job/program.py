@@ -35,11 +35,11 @@ from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, f
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import next_slices, weighed_slices
 from polytempo.training.model.agree import share_of
-from polytempo.training.model.ports import STAGE, Ports, ports_of
+from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
-from polytempo.training.observe.user_log import UserLog, set_user_log
+from polytempo.training.observe.user_log import UserLog, set_user_log, unwritten_at
 from polytempo.training.step.guard import check_final, check_score
 from polytempo.training.step.replica import Replica
 
@@ -189,22 +189,11 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     the same batches and draw the same random numbers.
     """
     record = context.record if port.rank == 0 and context.options.out is not None else None
-    log = UserLog(record, context.options.out, lambda: context.replica.step, unwritten=_unwritten(port, context))
+    log = UserLog(record, context.options.out, lambda: context.replica.step, unwritten=unwritten_at(port))
     try:
         return await _trained(port, context, log)
     finally:
         log.end()
-
-
-def _unwritten(port: Port, context: TrainingContext) -> str:
-    """Why a later stage's numbers are not written; "" where rank 0 has them, too."""
-    at = {} if port.mesh is None else port.mesh.coordinates(port.rank)
-    if context.options.out is None or [axis for axis, place in at.items() if place] != [STAGE]:
-        return ""
-    return (
-        f"pt.log on stage {at[STAGE]} is not written: rank 0 writes, and it has stage 0, without the loss; give the "
-        "job metrics=…, which evaluations compute"
-    )
 
 
 async def _trained(port: Port, context: TrainingContext, log: UserLog) -> TrainingSummary:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polytempo.core import Port
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import MOST_NAME, MOST_TEXT, Logged, LoggedImage, LoggedText, StreamRecord, row_of
+from polytempo.training.model.ports import STAGE
 from polytempo.training.observe.png import png
 
 IMAGES = "images"
@@ -117,6 +119,17 @@ class UserLog:
     def _note(self, text: str) -> None:
         if self._record is not None:
             print(f"note: {text}", file=sys.stderr)
+
+
+def unwritten_at(port: Port) -> str:
+    """Why a later stage's values are not written; "" where rank 0 has them, too."""
+    at = {} if port.mesh is None else port.mesh.coordinates(port.rank)
+    if [axis for axis, place in at.items() if place] != [STAGE]:
+        return ""
+    return (
+        f"pt.log on stage {at[STAGE]} is not written: rank 0 writes, and it has stage 0, without the loss; give the "
+        "job metrics=…, which evaluations compute"
+    )
 
 
 _DROPPED = UserLog()
