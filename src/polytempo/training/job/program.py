@@ -189,7 +189,8 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     the same batches and draw the same random numbers.
     """
     record = context.record if port.rank == 0 and context.options.out is not None else None
-    log = UserLog(record, context.options.out, lambda: context.replica.step, unwritten=unwritten_at(port))
+    unwritten = unwritten_at(port) if context.options.out is not None else ""
+    log = UserLog(record, context.options.out, lambda: context.replica.step, unwritten=unwritten)
     try:
         return await _trained(port, context, log)
     finally:

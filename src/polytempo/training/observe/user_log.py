@@ -122,7 +122,7 @@ class UserLog:
 
 
 def unwritten_at(port: Port) -> str:
-    """Why a later stage's values are not written; "" where rank 0 has them, too."""
+    """The note of a later stage about its values; "" on other ranks."""
     at = {} if port.mesh is None else port.mesh.coordinates(port.rank)
     if [axis for axis, place in at.items() if place] != [STAGE]:
         return ""

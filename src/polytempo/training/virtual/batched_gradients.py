@@ -31,7 +31,9 @@ from polytempo.training.virtual.worker_matrix import WorkerMatrices
 
 MOST_AT_ONCE = 256
 """Workers in one pass: their layers' outputs have to fit into the memory."""
-_NO_LOGS = "job {}: it logs in its loss (pt.log), and batched computes all workers' losses at once; leave out batched"
+_NO_LOGS = (
+    "job {}: it logs in its loss (pt.log), and batched computes all workers' losses in one pass; leave out batched"
+)
 
 
 class Enrolled(NamedTuple):
