@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds", "spec.text.notebook_table", "spec.text.plain_text", "spec.result"},
     "trackers": {"core", "report.status", "spec"},
-    "ui": {"core", "report", "worlds.trace", "spec.text.plain_text"},
+    "ui": {"core", "report", "diagnosis.bound", "worlds.trace", "spec.text.plain_text"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "trackers", *STREAM},
     "interop": {*BELOW_TRAINING, "training"},

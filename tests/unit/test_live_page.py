@@ -23,7 +23,7 @@ from polytempo.ui.hub import LOOK_S, LookPace, Watch
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
 from polytempo.ui.run_columns import RunColumns
-from polytempo.ui.run_facts import command, differences, repeating
+from polytempo.ui.run_facts import command, differences, repeating, standing
 from polytempo.ui.run_list import RunList, facts_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import compared, node_names, timeline, topology
@@ -390,6 +390,35 @@ def test_the_command_that_repeats_a_run(settings: dict[str, str], verb: str, res
     whole = "" if rest is None else f"polytempo {verb} a.py:job --strategy 's()' --workers 2{rest}"
     assert repeating(start) == whole
     assert repeating(msgspec.structs.replace(start, origin=None)) == ""
+
+
+def rows_with(folder: Path, **entries: float) -> RunColumns:
+    """The columns of a running run with one more row."""
+    row = {"kind": "train", "step": 9, "loss": 1.0, **entries}
+    folder.joinpath("metrics.jsonl").write_text(json.dumps(row) + "\n")
+    columns = RunColumns(folder)
+    columns.look()
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"compute_s": 0.1, "wait_s": 0.01, "least_wait_s": 0.0}, "Computing bounds this run: 91 %"),
+        ({"compute_s": 0.1, "wait_s": 0.1, "least_wait_s": 0.0}, "Stragglers bound this run: 50 %"),
+        ({"compute_s": 0.1, "wait_s": 0.1, "least_wait_s": 0.1}, "Exchange bounds this run"),
+        ({"worker": 0, "idle_share": 0.5, "samples_per_s": 100.0}, "Waiting for the server bounds this run: 50 %"),
+        ({"worker": 0, "idle_share": 0.1, "samples_per_s": 100.0}, "Computing bounds this run: 90 %"),
+        ({"compute_s": 0.1}, None),
+        ({}, None),
+    ],
+)
+def test_the_bound_of_a_run_that_goes_on(entries: dict[str, float], sentence: str | None, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", state="running")
+    more = {"read_s": 0.0, "sent_bytes": 1e6, "messages": 1.0} if "wait_s" in entries else {}
+    said = standing(rows_with(folder, **entries, **more), facts_of(folder))
+    assert said[0] == "Worker-1 is 31 % slower."
+    assert [each.startswith(str(sentence)) for each in said[1:]] == ([] if sentence is None else [True])
 
 
 # ---------------------------------------------------------------- removals

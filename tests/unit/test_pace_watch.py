@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polytempo.diagnosis.host_sample import HostSample, ProcessTime
+from polytempo.training.job.step_parts import step_parts
 from polytempo.training.step.pace_watch import EVERY, MAX_COST, MemoryBoard, PaceMeeting, PaceWatch
 
 RANKS, SLOW = 3, 1
@@ -139,3 +140,17 @@ def test_a_board_that_is_gone_ends_the_comparison_and_not_the_run() -> None:
         watch.after_step(step)
     assert gone.calls == 1
     assert watch.told == []
+
+
+def test_rank_0_has_the_parts_of_a_step_for_its_rows() -> None:
+    clocks, ranks = watches(None, behind=False)
+    ranks[0].sent = lambda: (20, 4000)
+    for step in range(1, 8):
+        for clock, watch in zip(clocks, ranks, strict=True):
+            clock.steps = step
+            watch.after_step(step)
+    parts = step_parts(ranks[0], 8, began_at=0, off_s=0.0, off_bytes=800)
+    waits = {"wait_s": pytest.approx(1 / 3, abs=1e-3), "least_wait_s": 0.0, "read_s": 0.0}
+    assert parts == {"compute_s": pytest.approx(7 / 6, abs=1e-3), **waits, "sent_bytes": 400.0, "messages": 2.5}
+    assert step_parts(ranks[1], 8, began_at=0, off_s=0.0, off_bytes=0) == {}
+    assert step_parts(None, 8, began_at=0, off_s=0.0, off_bytes=0) == {}

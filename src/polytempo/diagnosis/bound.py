@@ -39,6 +39,10 @@ MEMORY, NETWORK = UsedLink(1e-6, 10e9), UsedLink(50e-6, 1.25e9)
 """One host, and hosts with 10 Gbit/s between them, where nothing is known."""
 
 
+PARTS = ("compute_s", "read_s", "wait_s", "least_wait_s", "sent_bytes", "messages")
+"""Fields of `StepParts` that rows of training have, of a step, while a run goes on."""
+
+
 class StepParts(NamedTuple):
     """The facts of a run. Seconds are of a step."""
 

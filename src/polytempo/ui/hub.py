@@ -18,7 +18,7 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.live_status import LiveStatus, read_status
 from polytempo.ui.page_view import PageView
 from polytempo.ui.run_columns import RunColumns
-from polytempo.ui.run_facts import differences, facts
+from polytempo.ui.run_facts import differences, facts, standing
 from polytempo.ui.run_list import GROWING, RunList, version_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
@@ -238,6 +238,7 @@ class Hub:
                 "logged": columns.logged,
                 "last": columns.last,
                 "workers": {str(worker): last for worker, last in columns.workers.items()},
+                "said": standing(columns, row),
                 "problem": watch.problem,
             }
 

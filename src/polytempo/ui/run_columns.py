@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from polytempo.core.system.url_path import Place
-from polytempo.report.status.records import Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
+from polytempo.diagnosis.bound import PARTS
+from polytempo.report.status.records import Diagnosis, Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
 from polytempo.report.status.stream import RunStream
 from polytempo.ui.sampling import Numbers, sampled
 
@@ -44,6 +45,10 @@ class RunColumns:
         """The last row of each kind."""
         self.workers: dict[int, dict[str, Any]] = {}
         """The last row of each worker with rows of its own."""
+        self.parts: dict[str, Any] = {}
+        """The parts of a step from the last row that has them."""
+        self.slow: dict[str, str] = {}
+        """The last diagnosis of each slow rank, or worker, by its name."""
         self.recent: list[tuple[int, float, float, float | None]] = []
         """The last rows of training: worker, begin and end in seconds of training, and the part that it waited."""
         self.num_rows = 0
@@ -79,6 +84,8 @@ class RunColumns:
         elif isinstance(record, Logged):
             self._own(record)
         else:
+            if isinstance(record, Diagnosis) and record.about == "slow rank" and len(self.slow) < _MOST_MARKS:
+                self.slow[record.who] = record.text
             self._mark(msgspec.to_builtins(record))
 
     def _row(self, record: TrainRow | TestRow) -> None:
@@ -93,6 +100,9 @@ class RunColumns:
         self.last[kind] = {name: value for name, value in row.items() if value is not None}
         if isinstance(record, TrainRow):
             self._recent(record)
+            parts = {name: record.more.get(name) for name in PARTS}
+            if all(map(_is_number, parts.values())):
+                self.parts = parts
             if record.worker is not None:
                 self.workers[record.worker] = self.last[kind]
         self._append(kind, row)
@@ -191,6 +201,10 @@ class RunColumns:
         found = np.full(len(columns["step"]), np.nan)
         found[: len(columns[name])] = np.frombuffer(columns[name])
         return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _sentence(kind: str, record: dict[str, Any]) -> str:

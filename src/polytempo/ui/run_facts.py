@@ -7,9 +7,12 @@ import shlex
 from typing import Any
 
 from polytempo.core.system.url_path import Place
+from polytempo.diagnosis.bound import MEMORY, NETWORK, StepParts, bound
+from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.runs import load_result
 from polytempo.report.status.event_log import FILE as EVENTS
 from polytempo.report.status.records import RunStarted
+from polytempo.ui.run_columns import RunColumns
 from polytempo.ui.run_list import ends_of
 
 _SETTINGS = ("job", "strategy", "world", "workers", "steps", "epochs", "batch_size", "seed", "threads")
@@ -18,6 +21,8 @@ _FLAGS = {"callbacks": "callback"}
 """Options with another name on the command line."""
 _ALWAYS = ("job", "strategy", "world", "workers", "threads")
 """Settings that are not options, and the threads, which the machine decides."""
+_BATCH = 32
+"""The samples of a worker's batch where a run has not recorded them."""
 _HASHES = ("parameters_sha256", "trace_hash")
 _OUTCOME = (
     *("samples", "seconds", "samples_per_s", "loss", "accuracy", "train_loss", "bytes_sent_per_rank"),
@@ -41,6 +46,7 @@ def facts(folder: Place, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "settings": {name: value for name, value in settings.items() if value not in (None, "")},
         "outcome": {name: result[name] for name in _OUTCOME if result.get(name) is not None},
+        "said": diagnoses(result),
         "environment": {} if start is None else start.environment,
         "hashes": {name: result[name] for name in _HASHES if result.get(name) is not None},
         "server": None
@@ -90,6 +96,41 @@ def command(settings: dict[str, Any], result: dict[str, Any]) -> str:
         if value is not None:
             words += [f"--{name}", str(value)]
     return shlex.join(words)
+
+
+def standing(columns: RunColumns, row: dict[str, Any]) -> list[str]:
+    """A sentence for each slow rank of a run so far, and one for its bound, by its rows so far."""
+    said = {} if columns.started is None else columns.started.settings
+    workers = int(row.get("workers") or 1)
+    batch = _whole(said.get("batch_size")) or _whole(said.get("global_batch_size")) // workers or _BATCH
+    rates = [each for each in columns.workers.values() if each.get("samples_per_s") and "idle_share" in each]
+    parts = columns.parts
+    if rates:
+        step_s = sum(batch / each["samples_per_s"] for each in rates) / len(rates)
+        wait_s = step_s * sum(each["idle_share"] for each in rates) / len(rates)
+        parts = {"compute_s": max(0.0, step_s - wait_s), "wait_s": wait_s}
+    slow = {"diagnoses": [{"who": who, "text": text} for who, text in columns.slow.items()]}
+    if "compute_s" not in parts:
+        return diagnoses(slow)
+    facts = StepParts(
+        strategy=str(row.get("strategy")),
+        workers=workers,
+        compute_s=parts["compute_s"],
+        link=NETWORK if (row.get("hosts") or 1) > 1 or row.get("world") == "virtual" else MEMORY,
+        batch_size=batch,
+        noise_scale=columns.last.get("train", {}).get("noise_scale"),
+        serves=bool(rates),
+        slow=next(reversed(columns.slow), "").replace("-", " "),
+        virtual=row.get("world") == "virtual",
+    )
+    found = bound(facts._replace(**parts))
+    if found is not None and rates and found.kind not in ("computing", "batch"):  # the rows have no bytes
+        found = found._replace(text=f"Waiting for the server bounds this run: {100 * found.share:.0f} % of the time.")
+    return diagnoses(slow | {"bound": None if found is None else found.as_json()})
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def differences(runs: list[dict[str, Any]]) -> list[list[Any]]:

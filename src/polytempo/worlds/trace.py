@@ -107,6 +107,11 @@ class Trace:
         self._count()
         return self._of_all(self._bytes_sent)
 
+    def sent(self, rank: int) -> tuple[int, int]:
+        """The messages and collectives of a rank so far, and its bytes."""
+        messages = sum(number for (of, op), number in self.messages.items() if of == rank and op in COMMUNICATION)
+        return messages, self.bytes_sent.get(rank, 0)
+
     @property
     def messages(self) -> dict[tuple[int, str], int]:
         """The number of events, by rank and operation."""

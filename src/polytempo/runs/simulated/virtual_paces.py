@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from polytempo.cluster import Cluster
@@ -42,7 +43,7 @@ def watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) ->
             stage = context.holding.stage_report()
             who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
             meeting = PaceMeeting(board, rank, len(contexts), who=who)
-            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank))
+            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank), sent=partial(world.trace.sent, rank))
     if first.replica.pace is not None:
         first.replica.pace.tell = lambda row: first.record(row)
 

@@ -98,7 +98,11 @@ def watch_pace(world: ProcessWorld, strategy: Strategy, series: int, stage: int 
             samples=host_sample,
             least_lost_s=LEAST_LOST_S,
         )
-    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow)
+
+    def sent() -> tuple[int, int]:
+        return world.trace.sent(world.rank)  # a run begins a trace of its own
+
+    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow, sent=sent)
 
 
 def say_slow(row: Mapping[str, Any]) -> None:

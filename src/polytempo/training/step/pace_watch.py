@@ -77,10 +77,13 @@ class PaceWatch:
         *,
         behind: bool = False,
         tell: Callable[[dict[str, Any]], None] = lambda row: None,
+        sent: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._meeting, self._clock, self._behind = meeting, clock, behind
         self.tell = tell
         """Takes rows about slow ranks, on rank 0."""
+        self.sent = sent
+        """The messages and collectives of this rank so far, and its bytes."""
         self.told: list[dict[str, Any]] = []
         """The rows so far, on rank 0."""
         self._thread: Background | None = None
@@ -93,6 +96,11 @@ class PaceWatch:
         """This rank's totals so far."""
         clock = self._clock
         return RankTimes(clock.now_s(), clock.busy_s(), clock.waited_s(), self._read_s)
+
+    @property
+    def latest(self) -> Mapping[int, PaceSnapshot]:
+        """On rank 0 the last snapshots of all ranks that it has compared; empty before and elsewhere."""
+        return {} if self._meeting is None else self._meeting.latest
 
     # ------------------------------------------------------------------ batches
 
@@ -183,6 +191,8 @@ class PaceMeeting:
         """Processor time of the thread since the program last asked."""
         self.found: deque[dict[str, Any]] = deque(maxlen=_MOST_TOLD)
         """Rows about slow ranks, for the program to tell."""
+        self.latest: Mapping[int, PaceSnapshot] = {}
+        """The snapshots of the last comparison."""
         self._judge = SlowRankJudge(least_lost_s)
         self._before: Mapping[int, PaceSnapshot] = {}
         self._waiting: dict[int, tuple[SlowRank, int, int]] = {}
@@ -226,7 +236,7 @@ class PaceMeeting:
         if window is None:
             self._before = self._before or dict(now)
             return
-        self._before = dict(now)
+        self._before = self.latest = dict(now)
         for found in self._judge.take(window):
             if self._samples is None:
                 self._say(found, now[found.rank], UNREAD, now_s)

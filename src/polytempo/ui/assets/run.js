@@ -16,6 +16,7 @@ export function runPage(id, parameters) {
   const bar = element("i"), left = element("span", { class: "quiet" });
   const progress = element("div", { class: "long progress", role: "progressbar", "aria-label": "Finished part of the run", "aria-valuemin": "0", "aria-valuemax": "100", hidden: true }, bar);
   const remark = element("p", { class: "remark", hidden: true });
+  const said = element("ul", { class: "said", "aria-label": "Diagnosis", hidden: true });
   const report = element("a", { class: "button", target: "_blank", rel: "noopener", href: `report?${new URLSearchParams({ run: id })}`, hidden: true }, "Report");
   const archive = element("button", { type: "button", hidden: true, onclick: () => drop(true) }, "Archive");
   const erase = element("button", { type: "button", class: "danger", hidden: true, onclick: () => drop(false) }, "Delete");
@@ -31,7 +32,7 @@ export function runPage(id, parameters) {
   const showSection = (content, there) => { content.parentElement.hidden = !there; };
   const place = element("div", { class: "run" },
     element("div", { class: "title" }, element("div", {}, heading, call), element("div", { class: "buttons" }, state, report, archive, erase)),
-    progress, left, remark, tiles, element("h2", { class: "first" }, "Curves"), element("div", { class: "tools" }, chooser.place, reading), charts.place, sections);
+    progress, left, remark, said, tiles, element("h2", { class: "first" }, "Curves"), element("div", { class: "tools" }, chooser.place, reading), charts.place, sections);
 
   async function drop(kept) {
     if (await remove([id], kept)) go("#/");
@@ -63,10 +64,20 @@ export function runPage(id, parameters) {
       ["Staleness", typeof row.staleness === "number" ? number(row.staleness, 3) : null, "updates"],
     ].filter(([, value]) => value !== null && value !== "–");
     fillTiles(numbers);
+    drawSaid();
     drawProcesses();
     drawSettings(facts);
     log.show(told.logs);
     showSection(log.place, told.logs.length > 0);
+  }
+
+  // The culprit and the bound, by the result, or by the rows so far.
+  function drawSaid() {
+    const sentences = told?.facts.said.length ? told.facts.said : curves?.said || [];
+    said.hidden = !sentences.length;
+    if (said.dataset.shown === sentences.join("\n")) return;
+    said.dataset.shown = sentences.join("\n");
+    said.replaceChildren(...sentences.map((sentence) => element("li", {}, sentence)));
   }
 
   function fillTiles(numbers) {
@@ -110,6 +121,7 @@ export function runPage(id, parameters) {
   }
 
   function drawCurves() {
+    drawSaid();
     chooser.show(curves.axes, curves.axis);
     setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows${curves.behind ? ", reading more" : ""}` : "No row of metrics yet");
     const place = { seconds: "at_s", step: "step" }[curves.axis];
