@@ -18,6 +18,7 @@ from polytempo.cli.main import app
 from polytempo.cli.run.top import status_in
 from polytempo.core.system.notice import Preempted
 from polytempo.engines.engine import EngineProcess, Role
+from polytempo.engines.processes.worker_processes import Child
 from polytempo.jobs import find
 from polytempo.report.status.live_status import (
     LiveStatus,
@@ -148,6 +149,31 @@ class Engine:
         return []
 
     def stop(self, process: EngineProcess | None = None) -> None: ...
+
+
+def test_the_memory_of_a_process_of_this_host(tmp_path: Path) -> None:
+    """The launcher samples it when it writes; an ended process and one of another host have none."""
+    spec = RunSpec.of(find("digits"), pt.strategies.downpour(), 2, RunOptions(out=tmp_path))
+    now_s = [100.0]
+    mine = Child(Role("worker", 0, 0), Path("log"), pid=os.getpid())
+    gone = Child(Role("worker", 1, 1), Path("log"), pid=2**22 + 1)
+    far = EngineProcess(Role("worker", 2, 2), Path("log"), host="n2")
+    with LiveRun(tmp_path, ShownRun.of(spec), RunEvents(), clock=lambda: now_s[0]) as live:
+        for process in (mine, gone, far):
+            live.started(process)
+        now_s[0] = 102.0
+        live.look()
+        status = read_status(tmp_path)
+        assert status is not None
+        memory = [each.memory_bytes for each in status.processes]
+        assert memory[0] is not None
+        assert memory[0] > 1e6
+        assert memory[1:] == [None, None]
+        assert "memory" in shown(status)
+        assert " MB" in shown(status)
+        mine.exit_code = 0
+        assert mine.memory_bytes is None
+        assert [each.memory_bytes for each in live.status("running").processes] == [None, None, None]
 
 
 def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:

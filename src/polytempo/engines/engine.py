@@ -82,6 +82,11 @@ class EngineProcess:
     memory."""
 
     @property
+    def memory_bytes(self) -> int | None:
+        """Its resident memory now, shared pages included; None where that is not known."""
+        return None
+
+    @property
     def failed(self) -> bool:
         """True if it has ended without leaving a result."""
         return self.exit_code is not None and (self.exit_code != 0 or self.result is None)

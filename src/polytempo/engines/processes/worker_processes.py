@@ -32,6 +32,17 @@ class Child(EngineProcess):
     halted: bool = False
     """True while a signal holds this process itself; `stopped` counts the command that it runs, too."""
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """See `EngineProcess`: of this process, by /proc; 10 µs. None after its end, and on systems without /proc."""
+        if self.exit_code is not None or self.pid <= 0:
+            return None
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
+        except (OSError, IndexError, ValueError):
+            return None
+        return pages * os.sysconf("SC_PAGE_SIZE") or None
+
 
 class Children:
     """The processes that one engine has started. `read(child)` fills in a child's result, once it has ended.

@@ -56,6 +56,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     staleness: _Number | None = None
     """τ, the mean over a worker's pushes, or a stage's updates, in its last row: updates between reading weights and
     applying a gradient."""
+    memory_bytes: _Seconds | None = None
+    """Resident memory, shared pages included; None on other hosts, and after its end."""
 
 
 class LiveStatus(msgspec.Struct, frozen=True):

@@ -109,9 +109,10 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
     table.add_column("state", no_wrap=True)
     told = {
         name: any(getattr(each, name) is not None for each in processes)
-        for name in ("samples_per_s", "idle_share", "staleness")
+        for name in ("samples_per_s", "idle_share", "staleness", "memory_bytes")
     }
-    for name, heading in (("samples_per_s", "samples/s"), ("idle_share", "waits"), ("staleness", "staleness")):
+    headings = {"samples_per_s": "samples/s", "idle_share": "waits", "staleness": "staleness", "memory_bytes": "memory"}
+    for name, heading in headings.items():
         if told[name]:
             table.add_column(heading, justify="right", no_wrap=True)
     usual = ("running", "ended")
@@ -123,6 +124,8 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
         waits = None if each.idle_share is None else 100 * each.idle_share
         numbers += [_number(waits, ".0f", " %")] * told["idle_share"]
         numbers += [_number(each.staleness, ".2f")] * told["staleness"]
+        memory = None if each.memory_bytes is None else each.memory_bytes / 1e6
+        numbers += [_number(memory, ",.0f", " MB")] * told["memory_bytes"]
         table.add_row(*cells, *numbers)
     if (more := len(ordered) - room) > 0:
         table.add_row(f"and {more} more")

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,8 @@ from polytempo.training.job.run_settings import environment_of, settings_of
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
 """The interval on this host's disk, and the interval for a URL: each file of it may be a request over the network."""
+MOST_SAMPLED = 256
+"""Processes with a known memory: the first ones."""
 _MOST_EVENTS = 200
 
 Row = Mapping[str, Any]
@@ -146,6 +149,8 @@ class LiveRun:
         """The last row of each worker."""
         self._delays: dict[int, float | None] = {}
         """The delay of updates of each stage of a pipeline, from the last row with a delay."""
+        self._memory: dict[int, int | None] = {}
+        """The memory of each node at the last write."""
         self._last: dict[str, Row] = {}
         """The last row of each kind."""
 
@@ -182,6 +187,8 @@ class LiveRun:
         if now_s >= self._next_news_s:
             self._tell(self.status("running"))
         if now_s >= self._next_s:
+            sampled = islice(self._processes.items(), MOST_SAMPLED)
+            self._memory = {node: process.memory_bytes for node, process in sampled}
             self._write(self.status("running"))
 
     def append(self, record: StreamRecord) -> None:
@@ -237,6 +244,7 @@ class LiveRun:
             samples_per_s=row.get("samples_per_s"),
             idle_share=row.get("idle_share"),
             staleness=row.get("staleness"),
+            memory_bytes=None if process.exit_code is not None else self._memory.get(role.node),
         )
 
     def _tell(self, status: LiveStatus) -> None:

@@ -96,11 +96,11 @@ export function runPage(id, parameters) {
     showSection(workers, rows.length > 0);
     const hosts = new Set(rows.map((each) => each.host).filter(Boolean));
     const heads = [{ name: "Process", text: true }, { name: "Kind", text: true }, ...(hosts.size ? [{ name: "Host", text: true }] : []), { name: "State", text: true },
-      ...(has("samples_per_s") ? ["Samples/s"] : []), ...(has("idle_share") ? ["Waits"] : []), ...(has("staleness") ? ["Staleness"] : [])];
+      ...(has("samples_per_s") ? ["Samples/s"] : []), ...(has("idle_share") ? ["Waits"] : []), ...(has("staleness") ? ["Staleness"] : []), ...(has("memory_bytes") ? ["Memory"] : [])];
     const known = { running: "running", ended: "finished", failed: "failed", killed: "failed", stopped: "preempted" };
     const cells = rows.slice(0, 256).map((each) => [each.who, each.kind, ...(hosts.size ? [each.host] : []),
       element("span", { class: `chip ${known[each.state] || "unknown"}` }, element("i", { "aria-hidden": "true" }), each.state),
-      ...(has("samples_per_s") ? [compact(each.samples_per_s)] : []), ...(has("idle_share") ? [meter(each.idle_share)] : []), ...(has("staleness") ? [number(each.staleness, 3)] : [])]);
+      ...(has("samples_per_s") ? [compact(each.samples_per_s)] : []), ...(has("idle_share") ? [meter(each.idle_share)] : []), ...(has("staleness") ? [number(each.staleness, 3)] : []), ...(has("memory_bytes") ? [bytes(each.memory_bytes)] : [])]);
     workers.replaceChildren(table(heads, cells, { label: "Workers and servers" }), element("p", { class: "quiet" }, rows.length > 256 ? `and ${whole(rows.length - 256)} more` : ""));
   }
 
