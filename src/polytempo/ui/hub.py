@@ -177,7 +177,7 @@ class Hub:
 
     def _makers(self, view: PageView) -> list[tuple[str, Callable[[], Any]]]:
         if view.kind == "runs":
-            return [("runs", self.rows)]
+            return [("runs", self.rows), ("plans", lambda: self._list.plans)]
         if view.kind == "log":
             return [("log", lambda: log_lines(self.folder(view.runs[0]), view.log, view.search))]
         if view.kind == "compare":

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.runs import load_result
+from polytempo.report.saved_plan import SUFFIX, read_plan
 from polytempo.report.status.event_log import FILE as EVENTS
 from polytempo.report.status.live_status import (
     launcher_lives,
@@ -32,6 +34,7 @@ ARCHIVE = "archived"
 """The folder below the root that archived runs move to."""
 _NOT_RUNS = frozenset({*files.FOLDERS, ARCHIVE})
 MOST_RUNS, _MOST_DEPTH, _MOST_FOLDERS = 2_000, 4, 20_000
+_MOST_PLANS = 50
 _TAIL_BYTES, _MOST_TEXT = 1 << 16, 300
 _RESULTS = ("batch_size", "seed", "threads", "bytes_sent_per_rank", "communication_share", "loss", "accuracy")
 
@@ -49,19 +52,38 @@ class RunList:
         self.folders: dict[str, Place] = {}
         """The runs' folders by their names, which are paths below the root; the root itself is `.`."""
         self._known: dict[str, tuple[object, dict[str, Any]]] = {}
+        self._plans: dict[str, tuple[object, dict[str, Any] | None]] = {}
 
     def look(self) -> list[dict[str, Any]]:
         """The rows of all runs now: running ones first, then by their time."""
         found: dict[str, Place] = {}
         rows = []
-        for name, folder in _runs(self.root):
+        plans: dict[str, Path] = {}
+        for name, folder in _runs(self.root, plans):
             if len(found) == MOST_RUNS:
                 break
             found[name] = folder
             rows.append(self._row(name, folder))
         self.folders = found
+        self._plans = {name: self._plan(name, path) for name, path in sorted(plans.items())}
         self._known = {name: known for name, known in self._known.items() if name in found}
         return sorted(rows, key=lambda row: (row["state"] != "running", -(row["changed_s"] or 0.0), row["id"]))
+
+    @property
+    def plans(self) -> list[dict[str, Any]]:
+        """The plans of `polytempo plan` among the runs, at the last look; the newest first, at most 50."""
+        found = [plan for _, plan in self._plans.values() if plan is not None]
+        return sorted(found, key=lambda plan: -plan["changed_s"])
+
+    def _plan(self, name: str, path: Path) -> tuple[object, dict[str, Any] | None]:
+        version, known = version_of(path.parent, [path.name]), self._plans.get(name)
+        if known is not None and known[0] == version:
+            return known
+        try:
+            plain = msgspec.to_builtins(read_plan(path))
+        except (ValueError, OSError):
+            return version, None
+        return version, {**plain, "id": name, "changed_s": _changed_s(version) or 0.0}
 
     def _row(self, name: str, folder: Place) -> dict[str, Any]:
         version = version_of(folder)
@@ -219,8 +241,8 @@ def _eta_s(began_s: float | None, written_s: float, done: float | None) -> float
     return max(0.0, left_s - max(0.0, time.time() - written_s))
 
 
-def _runs(root: Place) -> Iterator[tuple[str, Place]]:
-    """The folders of runs below `root`, in order. A run of a comparison is in a folder that is not a run."""
+def _runs(root: Place, plans: dict[str, Path]) -> Iterator[tuple[str, Place]]:
+    """The folders of runs below `root`, in order; `plans` takes files of plans. A comparison's runs are below it."""
     waiting: list[tuple[str, Place, int]] = [(".", root, 0)]
     looked = 0
     while waiting and looked < _MOST_FOLDERS:
@@ -229,6 +251,9 @@ def _runs(root: Place) -> Iterator[tuple[str, Place]]:
         names, below = _listing(folder)
         if not names.isdisjoint(FILES):
             yield name, folder
+        if isinstance(folder, Path):
+            saved = sorted(each for each in names if each.endswith(SUFFIX))[: max(0, _MOST_PLANS - len(plans))]
+            plans.update({each if name == "." else f"{name}/{each}": folder / each for each in saved})
         if depth < _MOST_DEPTH:
             inner = (each for each in below if each not in _NOT_RUNS and not each.startswith("."))
             waiting += [(each if name == "." else f"{name}/{each}", folder / each, depth + 1) for each in inner]

@@ -159,7 +159,7 @@ class PlanOptions:
     seed: Seed = 0
     data: Data = None
     page: Annotated[Path | None, Option(OPTIONS, "FILE")] = None
-    """Write a page with the picture."""
+    """Write a page with the picture, and beside it a .plan.json for `polytempo ui`."""
     limit: Annotated[bool, Option(OPTIONS)] = False
     """Find the last number of workers before further ones cost more than they bring, and why."""
     quote: Annotated[bool, Option(OPTIONS)] = False

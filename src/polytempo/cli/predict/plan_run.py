@@ -24,6 +24,7 @@ from polytempo.planner.worker_limit import CAUSES, WorkerLimit, worker_limit
 from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.runs import plural
+from polytempo.report.saved_plan import write_plan
 from polytempo.spec.job import Job
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.catalogue import parse_cluster
@@ -62,6 +63,7 @@ def plan_run(asked: PlanOptions) -> None:
         sentences.append(_limit(limit))
     if page is not None:
         files.replace(page, plan_page(plain, sentences, commands))
+        write_plan(page, plain, money_unit(plain), sentences, commands)
     if asked.json:
         show_json({**plain, "sentences": sentences, "commands": commands, "page": None if page is None else str(page)})
     elif asked.quote and found.winner is None:

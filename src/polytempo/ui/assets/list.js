@@ -1,6 +1,7 @@
 // The list of runs: filter, sort by any field, select, compare, archive, delete.
-import { ago, bytes, chip, compact, element, number, percent, plural, seconds, setText, whole } from "./format.js";
+import { ago, bytes, chip, compact, element, number, percent, plural, seconds, setText, table, whole } from "./format.js";
 import { follow, go, remove } from "./app.js";
+import { planPicture } from "./pictures.js";
 
 const COLUMNS = [
   { key: "id", name: "Run", text: true },
@@ -56,11 +57,12 @@ export function listPage(parameters) {
     element("button", { type: "button", class: "danger", onclick: () => drop(false) }, "Delete"),
     element("button", { type: "button", class: "plain", onclick: () => { selected.clear(); draw(); } }, "Clear"));
   const empty = element("div", { class: "empty", hidden: true });
+  const plans = element("section", { hidden: true, class: "part" });
   const heading = element("h1", {}, "Runs");
   const where = element("p", { class: "quiet path" });
   const place = element("div", {}, heading, where,
     element("div", { class: "tools" }, search, element("div", { class: "group", role: "group", "aria-label": "State" }, chips), sorter),
-    count, frame, empty, actions);
+    count, frame, empty, actions, plans);
 
   async function drop(archive) {
     if (await remove([...selected], archive)) selected.clear();
@@ -143,6 +145,10 @@ export function listPage(parameters) {
     begin() {
       follow("kind=runs", {
         hello: (told) => setText(where, told.root),
+        plans: (told) => {
+          plans.hidden = !told.length;
+          plans.replaceChildren(element("h2", {}, "Plans"), element("div", { class: "grid" }, told.map(planCard)));
+        },
         runs: (told) => {
           rows = told;
           empty.replaceChildren(element("h2", {}, "No run yet"), element("p", {}, "Runs appear here as soon as they begin. Start one in another terminal:"), element("pre", {}, element("code", {}, "polytempo train digits --workers 2")));
@@ -151,4 +157,17 @@ export function listPage(parameters) {
       });
     },
   };
+}
+
+// A plan: the choice, time against money, the front, and the command of the choice.
+function planCard(plan) {
+  const goal = Object.entries(plan.until).map(([measure, value]) => `${measure} ${number(value)}`).join(", ");
+  const rows = plan.front.map((each) => [each.strategy, whole(each.workers), whole(each.batch_size), seconds(each.seconds), number(each.money, 3)]);
+  return element("section", { class: "card" },
+    element("h3", {}, `${plan.job} to ${goal}`),
+    element("p", { class: "quiet" }, `${plan.id} · ${plan.cluster} · ${plural(plan.forecasts.length, "run")} compared · ${ago(plan.changed_s)}`),
+    plan.sentences.length ? element("p", {}, plan.sentences[0]) : null,
+    plan.forecasts.length ? planPicture(plan) : null,
+    table([{ name: "Front", text: true }, "Workers", "Batch", "Time", plan.unit], rows, { empty: "No run reaches the target within the limits.", label: `The front of ${plan.id}` }),
+    plan.commands.length ? element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, plan.commands[0])) : null);
 }

@@ -1,5 +1,5 @@
 // The timeline of the last steps, the workers' last rows, and who sends to whom: drawn as SVG.
-import { bytes, element, percent, seconds, svg } from "./format.js";
+import { bytes, element, number, percent, seconds, svg } from "./format.js";
 import { color } from "./chart.js";
 
 const tall = 30;
@@ -88,3 +88,33 @@ export function topologyPicture(told) {
 }
 
 export { color };
+
+// Time against money of the runs that a plan compared, both logarithmic: a line along the front, a ring around the choice.
+export function planPicture(plan) {
+  const width = 520, height = 250, left = 62, low = 30, top = 12, runs = plan.forecasts.filter((each) => each.seconds > 0 && each.money > 0);
+  if (!runs.length) return null;
+  const scale = (values, from, to) => {
+    const logs = values.map(Math.log10), least = Math.min(...logs), span = Math.max(...logs) - least || 1;
+    const begin = from + 12 * Math.sign(to - from), room = to - from - 24 * Math.sign(to - from);
+    return (value) => begin + ((Math.log10(value) - least) / span) * room;
+  };
+  const x = scale(runs.map((each) => each.seconds), left, width), y = scale(runs.map((each) => each.money), height - low, top);
+  const fastest = Math.min(...runs.map((each) => each.seconds)), slowest = Math.max(...runs.map((each) => each.seconds));
+  const cheapest = Math.min(...runs.map((each) => each.money)), dearest = Math.max(...runs.map((each) => each.money));
+  const onFront = new Set(plan.front.map((each) => JSON.stringify(each)));
+  const told = (each) => `${each.strategy}, ${each.workers} workers, batch ${each.batch_size}: ${seconds(each.seconds)}, ${number(each.money, 3)} ${plan.unit}`;
+  const dots = runs.map((each) => svg("circle", { cx: x(each.seconds), cy: y(each.money), r: onFront.has(JSON.stringify(each)) ? 5 : 3.5, class: onFront.has(JSON.stringify(each)) ? "front" : "other" }, svg("title", {}, told(each))));
+  const front = plan.front.filter((each) => each.seconds > 0 && each.money > 0);
+  const line = svg("polyline", { class: "front", points: front.map((each) => `${x(each.seconds)},${y(each.money)}`).join(" ") });
+  const ring = plan.winner && plan.winner.seconds > 0 && plan.winner.money > 0 ? [svg("circle", { cx: x(plan.winner.seconds), cy: y(plan.winner.money), r: 9, class: "choice" })] : [];
+  const ends = [
+    svg("text", { x: x(fastest), y: height - 8, class: "axis", "text-anchor": "middle" }, seconds(fastest)),
+    ...(slowest > fastest ? [svg("text", { x: width - 6, y: height - 8, class: "axis", "text-anchor": "end" }, seconds(slowest))] : []),
+    svg("text", { x: left - 8, y: y(cheapest) + 4, class: "axis", "text-anchor": "end" }, number(cheapest, 2)),
+    ...(dearest > cheapest ? [svg("text", { x: left - 8, y: y(dearest) + 4, class: "axis", "text-anchor": "end" }, number(dearest, 2))] : []),
+    svg("text", { x: (left + width) / 2, y: height - 8, class: "axis", "text-anchor": "middle" }, "time →"),
+  ];
+  const frame = svg("path", { class: "frame", d: `M${left} ${top}V${height - low}H${width}` });
+  return element("figure", { class: "plan" }, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Time against ${plan.unit} of ${runs.length} runs; ${front.length} are on the front` }, frame, line, dots, ring, ends),
+    element("figcaption", { class: "caption" }, `${plan.unit} against time, both logarithmic; the line is the front, the ring is the choice`));
+}
