@@ -116,5 +116,5 @@ export function planPicture(plan) {
   ];
   const frame = svg("path", { class: "frame", d: `M${left} ${top}V${height - low}H${width}` });
   return element("figure", { class: "plan" }, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Time against ${plan.unit} of ${runs.length} runs; ${front.length} are on the front` }, frame, line, dots, ring, ends),
-    element("figcaption", { class: "caption" }, `${plan.unit} against time, both logarithmic; the line is the front, the ring is the choice`));
+    element("figcaption", { class: "caption" }, `Up: ${plan.unit}, right: time, both logarithmic. The line is the front, the ring is the choice.`));
 }
