@@ -34,7 +34,7 @@ from polytempo.training.job.evaluate import Score, check_goals
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import next_slices, weighed_slices
-from polytempo.training.job.step_parts import step_parts
+from polytempo.training.job.step_parts import parts_of
 from polytempo.training.model.agree import share_of
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
@@ -408,12 +408,7 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
-    parts = step_parts(
-        *(context.replica.pace, context.replica.step),
-        began_at=context.resumed_at or 0,
-        off_s=context.observer.off_s,
-        off_bytes=context.observer.off_bytes,
-    )
+    parts = parts_of(context.replica, context.resumed_at, context.observer.off_s, context.observer.off_bytes)
     more = held | noise | grown | context.replica.row | parts
     context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | more)
 

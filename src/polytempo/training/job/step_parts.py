@@ -5,6 +5,13 @@ from __future__ import annotations
 from polytempo.diagnosis.bound import PARTS, facts_of
 from polytempo.diagnosis.pace import RankTimes
 from polytempo.training.step.pace_watch import PaceWatch
+from polytempo.training.step.replica import Replica
+
+
+def parts_of(replica: Replica, resumed_at: int | None, off_s: float, off_bytes: int) -> dict[str, float]:
+    """`step_parts` of a replica, since its run began or was resumed."""
+    began_at = resumed_at or 0
+    return step_parts(replica.pace, replica.step, began_at=began_at, off_s=off_s, off_bytes=off_bytes)
 
 
 def step_parts(pace: PaceWatch | None, step: int, *, began_at: int, off_s: float, off_bytes: int) -> dict[str, float]:
