@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from live_pages import write_run
-from polytempo.report.saved_plan import MOST_RUNS, PlannedRun, read_plan, write_plan
+from polytempo.report.saved_plan import MOST_RUNS, SavedForecast, read_plan, write_plan
 from polytempo.ui.run_list import RunList
 
 RUN: dict[str, Any] = {
@@ -44,7 +44,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         *("digits", {"accuracy": 0.97}, "host hours"),
         ["polytempo train digits"],
     )
-    assert plan.front == [plan.winner] == [msgspec.convert(RUN, PlannedRun)]
+    assert plan.front == [plan.winner] == [msgspec.convert(RUN, SavedForecast)]
     assert len(plan.forecasts) == MOST_RUNS
 
 

@@ -20,7 +20,7 @@ _Number = Annotated[float, Meta(ge=0, le=1e300)]
 _Text = Annotated[str, Meta(max_length=2_000)]
 
 
-class PlannedRun(msgspec.Struct, frozen=True):
+class SavedForecast(msgspec.Struct, frozen=True):
     """A run that was compared."""
 
     strategy: _Text
@@ -45,9 +45,9 @@ class SavedPlan(msgspec.Struct, frozen=True):
     """The unit of money."""
     sentences: list[_Text]
     commands: list[_Text]
-    winner: PlannedRun | None
-    front: Annotated[list[PlannedRun], Meta(max_length=MOST_RUNS)]
-    forecasts: Annotated[list[PlannedRun], Meta(max_length=MOST_RUNS)]
+    winner: SavedForecast | None
+    front: Annotated[list[SavedForecast], Meta(max_length=MOST_RUNS)]
+    forecasts: Annotated[list[SavedForecast], Meta(max_length=MOST_RUNS)]
 
 
 def write_plan(
