@@ -83,7 +83,7 @@ class EngineProcess:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Its resident memory now, shared pages included; None where that is not known."""
+        """Resident memory now, shared pages included; None where that is not known."""
         return None
 
     @property
