@@ -404,13 +404,12 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     held = await context.holding.row()
     if port.rank:
         return
-    moment = await _moment(port, context, clock)
+    moment, observer = await _moment(port, context, clock), context.observer
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
-    parts = parts_of(context.replica, context.resumed_at, context.observer.off_s, context.observer.off_bytes)
-    more = held | noise | grown | context.replica.row | parts
-    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | more)
+    parts = parts_of(context.replica, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | held | noise | grown | parts)
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:

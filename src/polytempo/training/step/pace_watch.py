@@ -99,7 +99,7 @@ class PaceWatch:
 
     @property
     def latest(self) -> Mapping[int, PaceSnapshot]:
-        """On rank 0 the last snapshots of all ranks that it has compared; empty before and elsewhere."""
+        """The last snapshots of all ranks that rank 0 has compared; empty before and elsewhere."""
         return {} if self._meeting is None else self._meeting.latest
 
     # ------------------------------------------------------------------ batches
