@@ -40,7 +40,7 @@ from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
-from polytempo.training.observe.user_log import UserLog, set_user_log, unwritten_at
+from polytempo.training.observe.user_log import UserLog, unwritten_at, written_to
 from polytempo.training.step.guard import check_final, check_score
 from polytempo.training.step.replica import Replica
 
@@ -277,9 +277,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
         weighed = await _weighed(data, context, batch)
-        set_user_log(log)  # each time: one process may be many virtual ranks
-        loss = await context.take_step(data, *weighed)
-        set_user_log(None)
+        loss = await written_to(log, context.take_step(data, *weighed))
         if port.rank == 0:  # for rows and the summary
             meter.add(loss)
         if context.average is not None:

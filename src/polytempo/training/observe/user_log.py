@@ -14,12 +14,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from polytempo.core import Port
+from polytempo.core.driver import interpreted
+from polytempo.core.op import Compute, Op, Program
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import MOST_NAME, MOST_TEXT, Logged, LoggedImage, LoggedText, StreamRecord, row_of
@@ -32,6 +36,7 @@ _NAME = re.compile(rf"[\w./ ()%:+=@#,-]{{1,{MOST_NAME}}}")
 _MOST_VALUES, _MOST_PIXELS, _MOST_NUMBER = 1000, 1 << 24, 1e300
 _FILE_NAME = 60
 
+T = TypeVar("T")
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -140,6 +145,26 @@ _present: list[UserLog | str] = []
 def set_user_log(log: UserLog | None) -> None:
     """Let `pt.log` write to `log` from now on; None: to none."""
     _present[:] = [] if log is None else [log]
+
+
+async def written_to(log: UserLog | None, program: Program[T]) -> T:
+    """Run `program`; in its computations `pt.log` writes to `log`. One process may be many virtual ranks."""
+
+    def perform(op: Op[Any]) -> Op[Any]:
+        assert isinstance(op, Compute)
+        return msgspec.structs.replace(op, work=partial(_written_to, log, op.work))
+
+    return await interpreted(program, perform, (Compute,))
+
+
+def _written_to(log: UserLog | None, work: Callable[[], T]) -> T:
+    before = list(_present)
+    if not any(isinstance(each, str) for each in before):
+        set_user_log(log)
+    try:
+        return work()
+    finally:
+        _present[:] = before
 
 
 def user_log() -> UserLog:

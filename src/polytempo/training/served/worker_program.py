@@ -35,7 +35,7 @@ from polytempo.training.job.program import ROWS_PER_EPOCH
 from polytempo.training.job.sliced_step import BatchSlice
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.run_device import device_of
-from polytempo.training.observe.user_log import UserLog, set_user_log
+from polytempo.training.observe.user_log import UserLog, written_to
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.served.served_context import ComputeGradients, ServedContext
 from polytempo.training.served.served_worker import ServedWorker
@@ -244,15 +244,12 @@ class _TicketWorker:
     async def _step(self, ticket: Ticket) -> None:
         port = self._port
         await port.mark(self._steps)
-        set_user_log(self.log)  # each time: one process may be many virtual workers
         if self._context.stage is None:
-            samples = await (
-                self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
-            )
+            batch = self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
+            samples = await written_to(self.log, batch)
             await self.served.step()
         else:
-            samples = await self._staged(self._context.stage, ticket)
-        set_user_log(None)
+            samples = await written_to(self.log, self._staged(self._context.stage, ticket))
         if self._context.guard is not None and self.served.replica.is_apart:
             self._context.guard.parameters(self.served.step_of(ticket), self._client.worker)
         self._steps += 1
