@@ -85,7 +85,7 @@ def test_limits_that_no_run_keeps_are_exit_code_1(capsys: pytest.CaptureFixture[
     [
         ((), "a plan needs a target: give --until"),
         (("--until", "accuracy=97"), "97 % is accuracy=0.97"),
-        (("--until", "speed=3"), "--until speed=3: accepts accuracy and loss, not speed"),
+        (("--until", "speed=3"), "until speed=…: scores of job digits have accuracy, loss"),
         (("--workers", "2;4"), "--workers 2;4: must be whole numbers"),
         (("--workers", "0"), "--workers 0: must be "),
         (("--batch-sizes", "0,8"), "--batch-sizes 0,8: must be from 1"),

@@ -148,13 +148,20 @@ def set_user_log(log: UserLog | None) -> None:
 
 
 async def written_to(log: UserLog | None, program: Program[T]) -> T:
-    """Run `program`; in its computations `pt.log` writes to `log`. One process may be many virtual ranks."""
+    """Run `program`, and let its calls of `pt.log` write to `log`.
+
+    One process may be many virtual ranks, so each computation writes to the log of its own rank.
+    """
 
     def perform(op: Op[Any]) -> Op[Any]:
         assert isinstance(op, Compute)
         return msgspec.structs.replace(op, work=partial(_written_to, log, op.work))
 
-    return await interpreted(program, perform, (Compute,))
+    set_user_log(log)
+    try:
+        return await interpreted(program, perform, (Compute,))
+    finally:
+        set_user_log(None)
 
 
 def _written_to(log: UserLog | None, work: Callable[[], T]) -> T:
