@@ -91,7 +91,6 @@ def test_a_layer_that_the_job_froze_stays_frozen_after_an_evaluation() -> None:
         ({"resume": True}, "resume needs the run's folder"),
         ({"checkpoint_every": 5}, "checkpoint_every needs the run's folder"),
         ({"steps": 0}, "steps=0: must be a whole number >= 1"),
-        ({"until": {"speed": 1.0}}, "accepts accuracy and loss, not speed"),
     ],
 )
 def test_options_that_no_run_could_use(options: dict[str, Any], text: str) -> None:
@@ -101,6 +100,8 @@ def test_options_that_no_run_could_use(options: dict[str, Any], text: str) -> No
 
 def test_a_simulation_refuses_what_it_would_ignore() -> None:
     job = find("digits")
+    with pytest.raises(ValueError, match="scores of job digits have accuracy, loss"):
+        simulate(job, strategies.sync_sgd(), 2, until={"speed": 1.0})
     with pytest.raises(ValueError, match="PT1311"):
         simulate(job, strategies.sync_sgd(), 2, out="anywhere", resume=True)
     with pytest.raises(ValueError, match="PT1312"):
