@@ -156,7 +156,7 @@ def test_a_job_that_breaks_is_a_failed_run(tmp_path: Path) -> None:
     assert "a job may print" in done.stderr
 
 
-def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_it_with_its_error_the_first_failure_and_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "jobs.py").write_text(
         "import torch, polytempo as pt\n"
         "x = torch.randn(16, 3)\n"
@@ -168,9 +168,10 @@ def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(tmp_pat
     train = ["train", "jobs.py:job", "--workers", "1", "--steps", "2"]
     ended = polytempo(*train, cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: rank 0, step 0: the loss is nan")
-    assert "--allow-nan" in last
+    error, last = ended.stderr.strip().splitlines()[-2:]
+    assert error.startswith("error: rank 0, step 0: the loss is nan")
+    assert "--allow-nan" in error
+    assert last.startswith("first failure: rank 0 of 1 on ")
     going_on = polytempo(*train, "--allow-nan", cwd=tmp_path)
     assert going_on.returncode == 0, going_on.stderr
 
