@@ -288,6 +288,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
     KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(conv_transpose2d, input, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(nll_loss, fp32)
     KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
     KERNEL_PRIVATEUSEONE(mse_loss, fp32)
