@@ -75,7 +75,8 @@ def test_a_run_ends_by_name_and_its_checkpoints_are_finite(strategy: pt.Strategy
     assert caught.value.step in range(16 if strategy.one_copy is not None else 4 if strategy.server is None else 8)
     assert caught.value.parameter == "linear.weight"
     assert not (tmp_path / "result.json").exists()
-    for file in (tmp_path / "checkpoint").rglob("*.safetensors"):
+    saved = [file for file in (tmp_path / "checkpoint").rglob("*.safetensors") if file.parent.name[0] != "."]
+    for file in saved:  # a folder .step-….partial is of a checkpoint that was broken off
         assert all(bool(t.isfinite().all()) for t in load_file(file).values() if t.is_floating_point())
 
 
