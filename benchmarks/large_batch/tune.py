@@ -30,7 +30,7 @@ from polytempo.data.shard import DataShard
 from polytempo.jobs import chars, file_of
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of
-from polytempo.training.job.program import check_length
+from polytempo.training.job.context import check_length
 from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 from polytempo.training.tuning.trial import Trial
 

@@ -19,8 +19,9 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.job.context import TrainingContext, TrainingSummary
 from polytempo.training.job.evaluate import Evaluation
-from polytempo.training.job.program import TrainingContext, TrainingSummary, train
+from polytempo.training.job.program import train
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.parted_parameters import clip_grad_norm_
 from polytempo.training.model.ports import ports_of

@@ -36,8 +36,9 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.job.context import check_length
 from polytempo.training.job.evaluate import check_measures
-from polytempo.training.job.program import STEPS_BETWEEN_SCORES, check_length
+from polytempo.training.job.program import STEPS_BETWEEN_SCORES
 
 _TRIED_WORKERS = 4
 """A trial has at most so many workers, or the workers that hold one model."""

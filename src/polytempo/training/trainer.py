@@ -41,11 +41,12 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.preemption import PreemptionWatch
+from polytempo.training.job.context import Observer, TakeStep, TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import geometric_growth, norm_growth
-from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.program import train
 from polytempo.training.job.run_bound import bound_of
 from polytempo.training.job.run_settings import environment_of, settings_of
 from polytempo.training.job.start import replica_of, start_facts

@@ -10,7 +10,7 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.data.shard import DataShard
 from polytempo.large_batch import speed_up
 from polytempo.spec.job_calls import data_of
-from polytempo.training.job.program import check_length
+from polytempo.training.job.context import check_length
 from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 
 

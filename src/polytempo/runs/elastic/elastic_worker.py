@@ -17,7 +17,7 @@ from polytempo.runs.elastic.generation_group import take_part
 from polytempo.runs.elastic.member_board import Formed, MemberBoard, Row
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic.elastic_training import ElasticTraining
-from polytempo.training.job.program import TrainingSummary
+from polytempo.training.job.context import TrainingSummary
 from polytempo.training.model.agree import gather_json
 from polytempo.training.trainer import result_of
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, joined, write_chrome_trace

@@ -43,10 +43,11 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
 from polytempo.trackers.table import check_libraries
 from polytempo.trackers.tracked import tracked
+from polytempo.training.job.context import TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
-from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.program import train
 from polytempo.training.job.start import replica_of, with_start
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.run_device import on_device, run_device

@@ -9,7 +9,7 @@ from typing import Any
 from polytempo.cluster import Cluster
 from polytempo.diagnosis.bound import UsedLink
 from polytempo.diagnosis.pace import RankTimes
-from polytempo.training.job.program import TrainingContext, TrainingSummary
+from polytempo.training.job.context import TrainingContext, TrainingSummary
 from polytempo.training.job.run_bound import bound_of
 from polytempo.training.step.pace_watch import MemoryBoard, PaceMeeting, PaceWatch
 from polytempo.worlds import Outcome, VirtualWorld

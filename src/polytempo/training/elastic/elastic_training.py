@@ -41,9 +41,10 @@ from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
 from polytempo.training.hooks.handle import Handle
+from polytempo.training.job.context import TakeStep, TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.evaluate import evaluation_of
 from polytempo.training.job.gradients import StepGradients
-from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.program import train
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.run_device import on_device, run_device

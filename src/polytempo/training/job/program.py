@@ -11,176 +11,33 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import Port, Program
+from polytempo.core import Port
 from polytempo.core.system.notice import Preempted
-from polytempo.data.shard import DataShard
 from polytempo.data.spans import num_places
-from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.callbacks.callback import Control
-from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
-from polytempo.spec.run_options import RunOptions
-from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.evaluate import Score, check_goals
-from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces
+from polytempo.training.job.context import Moment, Observer, TrainingContext, TrainingSummary, check_length
+from polytempo.training.job.evaluate import check_goals
+from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import next_slices, weighed_slices
 from polytempo.training.job.step_parts import parts_of
 from polytempo.training.model.agree import share_of
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
-from polytempo.training.observe.callback_host import CallbackHost
-from polytempo.training.observe.holding import Holding
 from polytempo.training.observe.user_log import UserLog, unwritten_at, written_to
 from polytempo.training.step.guard import check_final, check_score
-from polytempo.training.step.replica import Replica
-
-TakeStep = Callable[[Port, Any, int, float | None], Program[Tensor | None]]
-"""One optimizer step of the ranks of the data port on a batch, with its number of samples and its share of the global
-batch (None: equal parts). Returns the batch's mean loss; a pipeline returns the loss of an earlier batch that has come
-back to this rank, or None."""
 
 ROWS_PER_EPOCH = 10
 STEPS_BETWEEN_SCORES = 4
 """An epoch that ends earlier after a score is not scored."""
-
-
-class Moment(NamedTuple):
-    """A moment of a run: steps, epochs and samples over all ranks and earlier runs, and the training time."""
-
-    step: int
-    epoch: float
-    samples: int
-    seconds: float
-
-    def row(self, kind: str) -> dict[str, Any]:
-        """The beginning of a row of metrics."""
-        return {"kind": kind, **self._asdict()}
-
-
-class Observer(Protocol):
-    """Scores and saves a run without changing its results.
-
-    `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
-    """
-
-    @property
-    def off_s(self) -> float:
-        """Seconds without training, for scores and checkpoints."""
-
-    @property
-    def off_bytes(self) -> int:
-        """Bytes that this rank has sent for scores and checkpoints."""
-
-    def begins(self, rank: int, step: int) -> None:
-        """`rank` begins `step` now."""
-
-    def over(self, step: int) -> bool:
-        """True if the run ends before `step`, because a score has reached `until`."""
-
-    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
-        """Score the model as it is now; perhaps later. Called only where there is a test set."""
-
-    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
-        """Write a checkpoint of the training state as it is now; perhaps later."""
-
-    async def leave(self, port: Port) -> None:
-        """The run ends early: finish writing checkpoints."""
-
-    async def finish(
-        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
-    ) -> tuple[Score | None, bool | None]:
-        """Training is over: finish all work. Returns the score of the `final` model, and True if `until` was reached
-        (None: without `until`)."""
-
-
-@dataclass
-class TrainingContext:
-    """Everything that one rank needs for a run."""
-
-    spec: RunSpec
-    holding: Holding
-    shard: DataShard
-    data: Data
-    take_step: TakeStep
-    observer: Observer
-    scheduler: LRScheduler | None = None
-    seconds: float = 0.0
-    """Training time so far, over all runs; a checkpoint carries it."""
-    resumed_at: int | None = None
-    average: WeightAverage | None = None
-    """The average of this rank's weights over its steps, if scores are of the average."""
-    unchecked: frozenset[str] = frozenset()
-    """Tensors of the model that were not finite at the beginning, so may stay so."""
-    leaves: Callable[[int], bool] = field(default=lambda step: False)
-    """True if all ranks save and leave after so many steps, because one was asked to; asked after each step."""
-    begins: Callable[[int], object] = field(default=lambda step: None)
-    """Hears the number of each step of this rank before it."""
-    first_steps: int = 0
-    """Steps of an epoch before its batches have grown."""
-    growth: NormGrowth | GeometricGrowth | None = None
-    """Lets batches grow while an epoch goes on, where the options have a rule for it."""
-    host: CallbackHost | None = None
-    """Calls the run's callbacks, on rank 0."""
-    asks: Callable[[int], Control] = field(default=lambda step: Control())
-    """The requests of callbacks that all ranks follow after so many steps; asked after each step."""
-    wish: Control = field(default_factory=Control)
-    """Further ones, which ranks have agreed on at a score or a checkpoint."""
-    stopped: bool = False
-    """True if the run ends here, because a callback asked for it."""
-    scored_step: int = -1
-    """The last step with a score, made or under way."""
-    saved_step: int = -1
-    """The last step with a checkpoint, written or under way."""
-    record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
-    """Takes rows of metrics; only rank 0 calls it."""
-
-    def scored(self) -> dict[str, Tensor]:
-        """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
-        return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
-
-    @property
-    def job(self) -> Job:
-        """The run's."""
-        return self.spec.job
-
-    @property
-    def replica(self) -> Replica:
-        """The replica of the model, or of this rank's part of it."""
-        return self.holding.replica
-
-    @property
-    def options(self) -> RunOptions:
-        """The run's, as they were given."""
-        return self.spec.options
-
-
-class TrainingSummary(NamedTuple):
-    """The end of a run on this rank."""
-
-    steps: int
-    epochs: float
-    samples: int
-    """Samples behind us, over all ranks and, after a resume, earlier runs."""
-    seconds: float
-    """Training time until all ranks were done, earlier runs included."""
-    score: Score | None
-    """Score of the final model; in a virtual world rank 0 has it."""
-    train_loss: float | None
-    reached: bool | None
-    parameters: dict[str, Tensor]
-    """The final model: the ranks' mean where they differ."""
-    buffers: dict[str, Tensor]
-    """The ranks' mean of running statistics, where they differ."""
 
 
 async def train(port: Port, context: TrainingContext) -> TrainingSummary:
@@ -428,13 +285,6 @@ def _finished(context: TrainingContext) -> bool:
     if epochs is None or context.shard.epoch + 1 < epochs:  # the present epoch is not the last one
         return False
     return _position(context)[0] >= epochs - 1e-9
-
-
-def check_length(shard: DataShard) -> int:
-    """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
-    if shard.num_samples is None:
-        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
-    return shard.num_samples
 
 
 class _Clock:

@@ -7,7 +7,7 @@ from typing import Any
 
 from polytempo.diagnosis.bound import MEMORY, NETWORK, UsedLink, bound, facts_of
 from polytempo.diagnosis.pace import RankTimes
-from polytempo.training.job.program import TrainingContext, TrainingSummary
+from polytempo.training.job.context import TrainingContext, TrainingSummary
 
 
 def bound_of(

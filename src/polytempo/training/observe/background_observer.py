@@ -24,8 +24,8 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.spec.run_options import RunOptions
 from polytempo.training.checkpoint.background import Background
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, partial_folder
+from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
-from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.observe.checkpoint_writer import about, complete, part_of, saved_row, written_part
 from polytempo.training.observe.collective_observer import CollectiveObserver

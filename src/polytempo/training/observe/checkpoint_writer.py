@@ -18,8 +18,8 @@ from polytempo.report.status.records import CheckpointSaved, row_of
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, write_part
 from polytempo.training.checkpoint.checkpoint_folders import final_folder, partial_folder
 from polytempo.training.checkpoint.optimizer_state import optimizer_saved, schedule_saved
+from polytempo.training.job.context import TrainingContext
 from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
-from polytempo.training.job.program import TrainingContext
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.step.guard import MODEL, check_saved

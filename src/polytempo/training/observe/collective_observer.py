@@ -12,8 +12,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, evaluate, meets, of_first_part
-from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.callback_host import CallbackHost

@@ -17,8 +17,8 @@ from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, Forei
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.training.checkpoint.manifest import Manifest
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, schedule_restore
+from polytempo.training.job.context import TrainingContext
 from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
-from polytempo.training.job.program import TrainingContext
 from polytempo.training.model.agree import agree
 from polytempo.training.model.ports import DATA, mesh_of, ports_of
 from polytempo.training.observe.saved_model import mean_of

@@ -17,8 +17,8 @@ from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.job_calls import next_batch, optimizer_of
 from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.context import TakeStep
 from polytempo.training.job.growth import Pieces
-from polytempo.training.job.program import TakeStep
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.run_device import beside
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, schedule_of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from polytempo.data.shard import DataShard
 from polytempo.large_batch.noise_scale import Squares
 from polytempo.spec.job import Data, Job
-from polytempo.training.job.program import check_length
+from polytempo.training.job.context import check_length
 from polytempo.training.tuning.trial import Trial, exceeds
 
 _RATES = 6

@@ -12,7 +12,7 @@ from polytempo.core import Port, Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
-from polytempo.training.job.program import TakeStep
+from polytempo.training.job.context import TakeStep
 from polytempo.training.model.trainable_parameters import trainable
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost

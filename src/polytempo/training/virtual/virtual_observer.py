@@ -18,8 +18,8 @@ from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.tensor.division import Cuts
 from polytempo.spec.callbacks.callback import Control
+from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
-from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.callback_host import CallbackHost

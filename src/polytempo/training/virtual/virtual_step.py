@@ -21,9 +21,9 @@ from polytempo.core.suspension import suspendable
 from polytempo.device import random_states, set_random_states
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
+from polytempo.training.job.context import TakeStep
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import Pieces
-from polytempo.training.job.program import TakeStep
 from polytempo.training.model.parted_parameters import align
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, StepUses

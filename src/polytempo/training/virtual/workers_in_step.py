@@ -23,7 +23,7 @@ from polytempo.core import Bundle, Port
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
-from polytempo.training.job.program import TakeStep
+from polytempo.training.job.context import TakeStep
 from polytempo.training.step.guard import Guard, first_bad
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost

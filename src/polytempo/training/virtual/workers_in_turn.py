@@ -20,7 +20,7 @@ from polytempo.core import Bundle, NotFinite, Port
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
-from polytempo.training.job.program import TakeStep
+from polytempo.training.job.context import TakeStep
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.step.guard import Guard, first_bad
 from polytempo.training.step.replica import Replica
