@@ -12,10 +12,13 @@ from polytempo.data.readers.spark_frame import from_spark
 from polytempo.data.readers.text import characters, read_characters
 from polytempo.data.rows import SparseRows, Sparsity, libsvm_rows, sparsity
 from polytempo.data.shard import DataShard
+from polytempo.data.streams.sharded_data import InMemoryShards, ShardedData
 
 __all__ = [
     "DataShard",
+    "InMemoryShards",
     "Pick",
+    "ShardedData",
     "SparseRows",
     "Sparsity",
     "Split",
