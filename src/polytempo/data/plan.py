@@ -18,6 +18,9 @@ With gradient accumulation each part above is cut into micro-batches. The parts,
     rank 0              0 | 1    4 | 5    8 9           2 micro-batches, or 1 where some rank has only one sample
     rank 1              2 | 3    6 | 7    10
 
+Where parts follow the ranks' speeds (`data.speed_shares`), a global batch is cut in proportion to whole numbers, the
+shares: 7 samples by (3, 1) are 5 and 2. Sizes and the order of global batches stay as they are.
+
 One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those samples goes to
 one rank, and every other rank gets a copy of the first one that counts nothing (`Pick.local_samples` is 0, so its share
 of the step is 0).
@@ -34,6 +37,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Shares = tuple[int, ...]
+"""The proportion of the parts of each global batch, by rank or by part."""
 Deals = Literal["freely", "evenly"]
 """The assignment of a parameter server's batches: to any worker that is free, or in each step one to each worker."""
 
@@ -83,8 +88,28 @@ def global_batches(num_samples: int, global_batch_size: int, parts: int) -> list
     return [*batches, remainder]
 
 
-def part(num_samples: int, size: int, rank: int) -> tuple[int, int]:
-    """The begin and the end (exclusive) of `rank`'s slice of a global batch of `num_samples`."""
+@lru_cache(maxsize=256)
+def apportioned(num_samples: int, shares: Shares) -> Shares:
+    """Samples of each part in proportion to `shares`, rounded by largest remainders; equal parts if one would be empty.
+
+    Of equal remainders lower ranks are first.
+
+    >>> apportioned(7, (3, 1)), apportioned(7, (1, 1, 1)), apportioned(4, (9, 1, 1, 1))
+    ((5, 2), (3, 2, 2), (1, 1, 1, 1))
+    """
+    total = sum(shares)
+    each = [num_samples * share // total for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: -(num_samples * shares[rank] % total))
+    for rank in by_remainder[: num_samples - sum(each)]:
+        each[rank] += 1
+    return tuple(each) if min(each) else tuple(end - begin for begin, end in slices(num_samples, len(shares)))
+
+
+def part(num_samples: int, size: int, rank: int, shares: Shares | None = None) -> tuple[int, int]:
+    """Begin and end (exclusive) of `rank`'s slice of a global batch of `num_samples`. None: equal slices."""
+    if shares is not None:
+        sizes = apportioned(num_samples, shares)
+        return sum(sizes[:rank]), sum(sizes[: rank + 1])
     each, extra = divmod(num_samples, size)
     start = rank * each + min(rank, extra)
     return start, start + each + (rank < extra)
@@ -109,9 +134,9 @@ def slices(num_samples: int, size: int) -> list[tuple[int, int]]:
     return [part(num_samples, size, rank) for rank in range(size)]
 
 
-def pick(start: int, global_samples: int, size: int, rank: int) -> Pick:
+def pick(start: int, global_samples: int, size: int, rank: int, shares: Shares | None = None) -> Pick:
     """`rank`'s part of the global batch of `global_samples` that begins at `start` of the epoch's order."""
-    first, last = part(global_samples, size, rank)
+    first, last = part(global_samples, size, rank, shares)
     if first == last:
         return Pick(start, start + 1, 0, global_samples)
     return Pick(start + first, start + last, last - first, global_samples)
@@ -122,14 +147,22 @@ def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int
     return own_picks(consumed, plan(num_samples, consumed, size, batch_size), size, [rank])
 
 
-def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int], cuts: int = 1) -> Iterator[Pick]:
+def own_picks(
+    start: int,
+    batches: Sequence[int],
+    parts: int,
+    own: Sequence[int],
+    cuts: int = 1,
+    shares: Shares | None = None,
+) -> Iterator[Pick]:
     """The parts numbered `own` in every step, of global batches from `start` on, each in `cuts` micro-batches.
 
     Every part of a step has equally many: fewer than `cuts` if a part of the step has fewer samples.
     """
     for global_samples in batches:
+        fewest = global_samples // parts if shares is None else min(apportioned(global_samples, shares))
         for number in own:
-            yield from _cut(pick(start, global_samples, parts, number), max(1, min(cuts, global_samples // parts)))
+            yield from _cut(pick(start, global_samples, parts, number, shares), max(1, min(cuts, fewest)))
         start += global_samples
 
 

@@ -17,6 +17,8 @@ from polytempo.data.mover import BatchMover
 from polytempo.data.plan import (
     Deals,
     Pick,
+    Shares,
+    apportioned,
     check_enough,
     check_global_batch,
     global_batches,
@@ -114,6 +116,14 @@ class DataShard:
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
         self._check()
+        self.shares: Shares | None = None
+        """The proportion of the ranks' parts of each global batch; None: equal parts. See `deal`."""
+        self.balanced = False
+        """True if parts follow speeds: then a saved position's shares hold."""
+        self._anew = False
+        """True after `deal` has changed the shares: the rest of the epoch is dealt again."""
+        self.taken = 0
+        """Samples that this rank was handed so far, over all epochs."""
         self.epoch = 0
         self.consumed = 0
         """Samples of this epoch that have been handed out, over all ranks."""
@@ -163,6 +173,16 @@ class DataShard:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
         self._follow_sampler()
+        self._anew = True
+        while self._anew:
+            self._anew = False
+            yield from self._rest()
+            self._anew = self._anew and (self.consumed != self.num_samples or bool(self.left))
+        self.epoch += 1
+        self.consumed = 0
+
+    def _rest(self) -> Iterator[Any]:
+        """The rest of the epoch, or its batches until `deal` changes the shares."""
         at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
         again: list[PlaceSpan] = []
         ended, begins = 0, True
@@ -179,9 +199,10 @@ class DataShard:
             elif step.local_samples:
                 first = step.start + shift
                 self.spans.append(PlaceSpan(self.epoch, first, first + step.local_samples))
+            self.taken += step.local_samples
             yield batch
-        self.epoch += 1
-        self.consumed = 0
+            if self._anew and begins and ended % len(self.own) == 0:
+                return
 
     @cached_property
     def given_loader(self) -> DataLoader[Any]:
@@ -201,6 +222,23 @@ class DataShard:
         self._global_batch_size, self._parts = global_batch_size, self.size * pieces
         self.batch_size = -(-global_batch_size // self.size)
         self.own = range(self.rank * pieces, (self.rank + 1) * pieces)
+
+    def deal(self, shares: Shares | None) -> None:
+        """Let the ranks' parts of global batches be in this proportion, from the next step on; None: equal parts.
+
+        All ranks call it after the same step. ValueError for slices, for streams, and for another number of shares.
+        """
+        if shares is not None and (self.slices is not None or self.num_samples is None):
+            raise ValueError("a batch that is cut into slices, or that comes from a stream, has equal parts")
+        if shares is not None and (len(shares) != self.size or min(shares) < 1):
+            raise ValueError(f"the shares are {shares}; give {self.size} whole numbers from 1, one for each rank")
+        self._anew = self._anew or shares != self.shares
+        self.shares = shares
+
+    @property
+    def parts(self) -> Shares:
+        """The samples of each rank in a full global batch."""
+        return apportioned(self.global_batch_size, self.shares or (1,) * self.size)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays.
@@ -233,6 +271,7 @@ class DataShard:
             micro_batches=self._micro_batches,
             device=self._device,
         )
+        other.balanced = self.balanced
         other.load_state_dict(self.state_dict())
         return other
 
@@ -248,12 +287,14 @@ class DataShard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks; plain numbers, and `left` as lists of them where there is something."""
-        place = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "num_samples": self.num_samples}
+        """The position, the same on all ranks; plain numbers, and `left` and `shares` as lists of them where there is
+        something."""
+        place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
+        place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved position, also one saved with another number of ranks.
+        """Goes on from a saved position, also one saved with another number of ranks, which then have equal parts.
 
         Raises ValueError where the state is not of this data and seed.
         """
@@ -271,6 +312,8 @@ class DataShard:
             )
         self.epoch, self.consumed = epoch, consumed
         self.left = [PlaceSpan(*span) for span in state.get("left", [])]
+        shares = tuple(state.get("shares", ()))
+        self.deal(shares if self.balanced and len(shares) == self.size else None)
         self.local_samples = self.global_samples = 0
 
     def _moved(self) -> Iterator[tuple[Pick, Any]]:
@@ -289,7 +332,9 @@ class DataShard:
             batches = global_batches(num_places(self.left), self.global_batch_size, self._parts) + batches
             again = [self._order(self.num_samples, span.epoch)[span.start : span.stop] for span in self.left]
             order, begin = torch.cat([*again, order[self.consumed :]]), 0
-        steps = list(own_picks(begin, batches, self._parts, self.own, self._micro_batches))
+        pieces = self._parts // self.size
+        shares = None if self.shares is None else tuple(share for share in self.shares for _ in range(pieces))
+        steps = list(own_picks(begin, batches, self._parts, self.own, self._micro_batches, shares))
         if self._tensors is not None:
             tensors, rows = self._tensors
             if self._together > 1:
