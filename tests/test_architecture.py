@@ -22,7 +22,7 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition", "diagnosis"),
 }
-STREAM = {"report.status.metrics", "report.status.records", "report.status.event_log"}
+STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log")}
 """Writers of a run's stream."""
 BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""
@@ -317,6 +317,18 @@ def test_imports_follow_the_order() -> None:
 
 def test_modules_below_all_know_no_other() -> None:
     assert {where(s.path).removesuffix(".py"): s.imports for s in sources()}["device"] == frozenset()
+
+
+def test_one_room_reads_the_stream_of_a_run() -> None:
+    """Others take its functions. `cli/options/folder.py` looks which files there are, before torch is loaded."""
+    literal = re.compile(r"[\"'](metrics\.jsonl|events\.jsonl|live\.json)[\"']")
+
+    def opens(source: Source) -> list[str]:
+        return [line.strip() for line in source.lines if literal.search(line) and "LineFile(" not in line]
+
+    assert set(wrong(opens)) == {"core/system/files.py", "cli/options/folder.py"}
+    readers = wrong(lambda source: [name for name in source.imports if name.endswith(".files.METRICS")])
+    assert {name.rsplit("/", 1)[0] for name in readers} <= {"report/status", "report", "runs", "runs/frame", "trackers"}
 
 
 def test_one_module_knows_accelerators() -> None:

@@ -17,7 +17,7 @@ import torch
 
 import polytempo as pt
 from engines.batch_runs import awaited
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.snapshots.snapshot import complete
 from polytempo.spec.result import parameters_sha256
@@ -130,6 +130,6 @@ def test_a_killed_launcher_ends_the_run_with_all_saved_that_was_acknowledged(sta
 
 def _samples_of(run: Path) -> int:
     try:
-        return max((row["samples"] for row in read_metrics(run / "metrics.jsonl")), default=0)
+        return max((row["samples"] for row in read_metrics(run)), default=0)
     except OSError:
         return 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.frame.launcher_files import FileServer
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agents, private
@@ -35,7 +35,7 @@ def test_a_collective_run_leaves_everything_and_goes_on(tmp_path: Path) -> None:
     newest = latest(out / "checkpoint")
     assert newest == out / "checkpoint" / "step-00000030"
     assert [path.name.count(".") for path in sorted(newest.glob("rank-*"))] == [2, 2], "named by their content"
-    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "test"] == [20, 30]
+    assert [row["step"] for row in read_metrics(out) if row["kind"] == "test"] == [20, 30]
     assert json.loads((out / "result.json").read_text())["report"] == str(out / "report.html")
     assert {path.name for path in out.iterdir()} == {
         *(

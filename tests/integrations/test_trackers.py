@@ -15,7 +15,6 @@ import pytest
 from matplotlib import image as pictures
 
 import polytempo as pt
-from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.records import (
     LoggedImage,
     LoggedText,
@@ -25,6 +24,7 @@ from polytempo.report.status.records import (
     TrainRow,
     record_of,
 )
+from polytempo.report.status.rows import read_metrics
 from polytempo.trackers import TrackedRun, scalars, table, tracked
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # libraries' own
@@ -44,7 +44,7 @@ def resumed_run(out: Path, tracker: object) -> Points:
     for part, epochs in enumerate((1, 2)):
         pt.run("digits", "local_sgd(period=8)", 2, epochs=epochs, out=out, resume=part > 0, trackers=tracker)
     found: Points = {}
-    for row in read_metrics(out / "metrics.jsonl"):
+    for row in read_metrics(out):
         record = record_of(row)
         assert isinstance(record, TrainRow | TestRow)
         for name, value in scalars(record).items():

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
-from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.records import GroupStatus
+from polytempo.report.status.rows import read_metrics
 from polytempo.report.status.stream import stream
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective
@@ -149,7 +149,7 @@ def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(
     assert [(row["once"], row["last_epoch"]) for row in result.ledger] == [(95, EPOCHS - 1)]
     lost = [text for change in result.membership for text in change["lost"]]
     assert lost == ["member-0 was killed by SIGKILL", "member-2 was killed by SIGKILL"]
-    rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
+    rows = [row["step"] for row in read_metrics(out) if row["kind"] == "train"]
     assert rows == sorted(set(rows))
     groups = [(each.generation, each.workers) for each in stream(out) if isinstance(each, GroupStatus)]
     assert groups == [(change["generation"], len(change["members"])) for change in result.membership]

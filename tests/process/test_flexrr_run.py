@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polytempo import strategies
 from polytempo.jobs import find
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.run import run
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
 from polytempo.spec.result import Result
@@ -77,6 +77,6 @@ def test_a_resumed_run_trains_what_is_left(bound: int, tmp_path: Path) -> None:
     once = run(DIGITS, strategy, workers=2, epochs=1, out=tmp_path, threads=1)
     twice = run(DIGITS, strategy, workers=2, epochs=2, out=tmp_path, threads=1, resume=True)
     assert twice.samples == 2 * once.samples
-    scores = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "test"]
+    scores = [row for row in read_metrics(tmp_path) if row["kind"] == "test"]
     assert [row["samples"] for row in scores] == [once.samples, 2 * once.samples]
     assert twice.parameters_sha256 != once.parameters_sha256

@@ -18,7 +18,7 @@ from torch.nn import functional
 import polytempo as pt
 from polytempo.jobs.digits import job as digits
 from polytempo.report.status.live_status import read_status
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.server.lbfgs.operations import Iteration
 
 pytestmark = pytest.mark.process
@@ -68,9 +68,7 @@ def test_a_killed_replica_changes_neither_losses_nor_parameters(tmp_path: Path) 
     for first, second in zip(undisturbed.model.parameters(), disturbed.model.parameters(), strict=True):
         assert float((first - second).detach().abs().max()) < 1e-10
     assert rows[-1].loss < rows[0].loss / 2
-    assert [(row["step"], row["loss"]) for row in read_metrics(out / "metrics.jsonl")] == [
-        (row.number, row.loss) for row in rows
-    ]
+    assert [(row["step"], row["loss"]) for row in read_metrics(out)] == [(row.number, row.loss) for row in rows]
     assert (status := read_status(out)) is not None
     assert (status.job, status.state, status.steps) == (JOB.name, "finished", ITERATIONS)
     assert {path.suffix for path in (out / "logs").iterdir()} == {".log"}

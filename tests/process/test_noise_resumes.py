@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from polytempo import strategies
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.run import run
 from polytempo.spec.job import Data, Job
 
@@ -48,9 +48,9 @@ def test_resuming_repeats_nothing_and_loses_nothing(tmp_path: Path, cut: int) ->
     resumed = run(JOB, strategies.local_sgd(period=4), 2, steps=8, out=tmp_path / "cut", resume=True)
     assert resumed.parameters_sha256 == straight.parameters_sha256
     assert resumed.samples == straight.samples
-    rows = [row for row in read_metrics(tmp_path / "cut" / "metrics.jsonl") if row["kind"] == "train"]
+    rows = [row for row in read_metrics(tmp_path / "cut") if row["kind"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, 9))
     seconds = [row["seconds"] for row in rows]
     assert seconds == sorted(seconds)
-    tests = [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl") if row["kind"] == "test"]
+    tests = [row["step"] for row in read_metrics(tmp_path / "cut") if row["kind"] == "test"]
     assert tests == sorted(set(tests)), "no step is evaluated twice"

@@ -21,7 +21,7 @@ from laws.test_observation import TESTS, job
 from polytempo.core import Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.report.runs import load_run
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.training.checkpoint import checkpoint_files as checkpoint
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
@@ -124,7 +124,7 @@ def test_hogwild_does_not_wait_for_a_score(update: Any, tmp_path: Path) -> None:
     first, second = together(2, trained)
     assert first == second
     assert first[:2] == [20, 160]
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path)
     tests = [row for row in rows if row["kind"] == "test"]
     assert [row["step"] for row in tests] == [5, 10, 15, 20]
     assert tests[-1]["loss"] == first[2]

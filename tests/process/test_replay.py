@@ -21,7 +21,7 @@ from polytempo.compression import bf16, feedback, fp16
 from polytempo.core import Strategy
 from polytempo.replay.message_order import Stop
 from polytempo.replay.replay import Replayed, replay
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served import run_served
 from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.run_served import Launcher
@@ -93,7 +93,7 @@ def test_a_replay_reaches_the_bits_of_the_run(name: str, tmp_path: Path, monkeyp
     assert (replayed.difference, replayed.ends, replayed.notes) == (None, [], [])
     assert replayed.parameters_sha256 == replayed.recorded_sha256 == result.parameters_sha256
     assert all(taken == recorded > 0 for taken, recorded in replayed.entries.values())
-    assert replayed.rows == len(read_metrics(tmp_path / "metrics.jsonl")) > 0
+    assert replayed.rows == len(read_metrics(tmp_path)) > 0
     check_pushes(replayed, result)
 
 
@@ -103,7 +103,7 @@ def test_a_replay_knows_options_that_change_gradients_and_scores(tmp_path: Path)
     replayed = replay(tmp_path, job(), s.async_sgd(shards=2))
     assert (replayed.difference, replayed.ends, replayed.notes) == (None, [], [])
     assert replayed.parameters_sha256 == replayed.recorded_sha256 == result.parameters_sha256
-    assert replayed.rows == len(read_metrics(tmp_path / "metrics.jsonl")) > 0
+    assert replayed.rows == len(read_metrics(tmp_path)) > 0
 
 
 def test_an_epoch_that_ends_in_the_last_step_of_a_run_that_measures_noise(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.data import scheduled as data
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic
 from polytempo.report.status.live_status import read_status
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +47,7 @@ def test_both_worlds_reach_the_same_bits(program: Any, given: Sequence[object], 
 
 def test_a_run_with_a_folder_leaves_its_sweeps_and_logs_there(tmp_path: Path) -> None:
     fit = pt.schedule(lasso(l1=0.05), SAMPLES, 2, sweeps=3, tolerance=0, out=tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run")
     assert [row["loss"] for row in rows] == [sweep.objective for sweep in fit.sweeps]
     assert (status := read_status(tmp_path / "run")) is not None
     assert (status.strategy, status.state, status.workers) == ("schedule", "finished", 2)

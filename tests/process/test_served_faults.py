@@ -21,7 +21,7 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.server.coordinator.chains import ShardLost
@@ -153,7 +153,7 @@ def test_the_evaluator_may_be_killed_and_no_score_is_lost(tmp_path: Path) -> Non
         ("evaluator.2", "started again"),
     ]
     assert story.result.loss == -2 * 2
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "test"]
+    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "test"]
     assert [row["step"] for row in rows] == [50, 100]
     assert [row["samples"] for row in rows] == [200, 400]
 

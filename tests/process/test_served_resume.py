@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.replay.replay import replay
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.run_snapshot import read_run_snapshot, run_snapshot_path
 from polytempo.server.snapshots.snapshot import complete, newest_whole
 from polytempo.spec.result import parameters_sha256
@@ -145,9 +145,9 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
 def test_a_score_is_written_once_and_time_goes_on(tmp_path: Path) -> None:
     """The snapshot that a run goes on from is scored again, should its score be lost; both runs share one clock."""
     first = pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
-    before = read_metrics(tmp_path / "metrics.jsonl")
+    before = read_metrics(tmp_path)
     second = pt.run(counting(), strategy(), WORKERS, epochs=2, resume=True, threads=1, out=tmp_path)
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path)
     assert [row["samples"] for row in rows if row["kind"] == "test"] == [TICKETS, 2 * TICKETS]
     news = [row for row in rows if row["samples"] > TICKETS]
     assert min(row["seconds"] for row in news) > max(row["seconds"] for row in before)

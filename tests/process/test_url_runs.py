@@ -11,7 +11,7 @@ import pytest
 import polytempo as pt
 from object_store import bucket
 from polytempo.core.system.url_path import UrlPath
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.server.snapshots.snapshot import newest_whole
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_resume import job
@@ -25,7 +25,7 @@ s = pt.strategies
 def rows(out: Path | UrlPath) -> list[dict[str, Any]]:
     """Rows of metrics without times."""
     timed = ("seconds", "samples_per_s")
-    return [{k: v for k, v in row.items() if k not in timed} for row in read_metrics(out / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k not in timed} for row in read_metrics(out)]
 
 
 @pytest.mark.parametrize("how", [s.local_sgd(period=4)], ids=str)

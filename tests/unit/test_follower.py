@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.status.follower import MetricsFollower
+from object_store import bucket
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.rows import RowFollower
 
 
 def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -> None:
     shown: list[Any] = []
     metrics = tmp_path / "metrics.jsonl"
-    follower = MetricsFollower(metrics, shown.append)
+    follower = RowFollower(tmp_path, shown.append)
     follower.look()
     assert shown == []
     with metrics.open("ab", buffering=0) as stream:
@@ -30,29 +32,28 @@ def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -
             assert [row["step"] for row in shown] == expected
 
 
-def test_lines_that_were_read_are_not_read_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_file_that_was_written_again_is_read_from_its_begin(at_url: bool, tmp_path: Path) -> None:
+    """Another run in the folder may write more than the reader has read, into a file with the same number."""
     shown: list[Any] = []
-    metrics = tmp_path / "metrics.jsonl"
-    follower = MetricsFollower(metrics, shown.append)
-    with metrics.open("w+b", buffering=0) as stream:
-        stream.write(b'{"step": 1}\n')
-        follower.look()
-        stream.seek(0)
-        stream.write(b"not JSON   \n" + b'{"step": 2}\n')
-        follower.look()
-    assert [row["step"] for row in shown] == [1, 2]
+    run: Place = UrlPath(bucket(tmp_path)) if at_url else tmp_path
+    path = run / "metrics.jsonl"
+    follower = RowFollower(run, shown.append)
+    for content in (b'{"step": 1}\n', b'{"step": 10}\n{"step": 20}\n'):
+        path.write(content) if isinstance(path, UrlPath) else path.write_bytes(content)
+        follower.look(last=True)
+    assert [row["step"] for row in shown] == [1, 10, 20]
 
 
 def test_a_resumed_run_shows_what_it_keeps_once(tmp_path: Path) -> None:
     shown: list[Any] = []
-    metrics = tmp_path / "metrics.jsonl"
-    with MetricsWriter(metrics) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in (1, 2, 3):
             writer.write({"step": step})
-    follower = MetricsFollower(metrics, shown.append)
+    follower = RowFollower(tmp_path, shown.append)
     follower.look()
     assert shown == []
-    with MetricsWriter(metrics, resumed_at=2) as writer:
+    with MetricsWriter(tmp_path, resumed_at=2) as writer:
         follower.look()
         writer.write({"step": 3})
         follower.look()
@@ -61,7 +62,7 @@ def test_a_resumed_run_shows_what_it_keeps_once(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_an_error(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    follower = MetricsFollower(metrics, lambda row: None)
+    follower = RowFollower(tmp_path, lambda row: None)
     metrics.write_bytes(b"{broken\n")
     with pytest.raises(ValueError, match="Expecting"):
         follower.look()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.status.metrics import MetricsWriter, read_metrics
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.tally import Tally
 
 
@@ -24,36 +25,36 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *steps: int, resumed_at: int | None = None) -> None:
-    with MetricsWriter(path, resumed_at=resumed_at) as metrics:
+    with MetricsWriter(path.parent, resumed_at=resumed_at) as metrics:
         for row in rows(*steps):
             metrics.write(row)
 
 
 def test_each_row_is_readable_before_the_file_is_closed(path: Path) -> None:
-    with MetricsWriter(path) as metrics:
-        assert read_metrics(path) == []
+    with MetricsWriter(path.parent) as metrics:
+        assert read_metrics(path.parent) == []
         for number, row in enumerate(rows(1, 2, 3), start=1):
             metrics.write(row)
-            assert read_metrics(path) == rows(1, 2, 3)[:number]
+            assert read_metrics(path.parent) == rows(1, 2, 3)[:number]
     metrics.close()  # twice is harmless
 
 
 def test_a_new_run_starts_an_empty_file(path: Path) -> None:
     write(path, 1, 2)
     write(path, 5)
-    assert read_metrics(path) == rows(5)
+    assert read_metrics(path.parent) == rows(5)
 
 
 @pytest.mark.parametrize(("resumed_at", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_a_resumed_run_drops_the_rows_that_it_writes_again(path: Path, resumed_at: int, kept: list[int]) -> None:
     write(path, 1, 2, 3)
     write(path, resumed_at + 1, resumed_at=resumed_at)
-    assert read_metrics(path) == rows(*kept, resumed_at + 1)
+    assert read_metrics(path.parent) == rows(*kept, resumed_at + 1)
 
 
 def test_a_resumed_run_without_metrics_starts_an_empty_file(path: Path) -> None:
     write(path, 8, resumed_at=7)
-    assert read_metrics(path) == rows(8)
+    assert read_metrics(path.parent) == rows(8)
 
 
 def test_any_cut_of_the_last_line_leaves_the_others(path: Path) -> None:
@@ -62,20 +63,20 @@ def test_any_cut_of_the_last_line_leaves_the_others(path: Path) -> None:
     begin = content[:-1].rindex(b"\n") + 1
     for end in range(begin, len(content) - 2):
         path.write_bytes(content[:end])
-        assert read_metrics(path) == rows(1, 2)
+        assert read_metrics(path.parent) == rows(1, 2)
     write(path, 3, resumed_at=2)
-    assert read_metrics(path) == rows(1, 2, 3)
+    assert read_metrics(path.parent) == rows(1, 2, 3)
 
 
 @pytest.mark.parametrize("broken", [b"{", b"7", b"\x00\x00", b"\xff"])
 def test_a_broken_line_before_the_last_is_an_error(path: Path, broken: bytes) -> None:
     path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*; remove that line"):
-        read_metrics(path)
+        read_metrics(path.parent)
 
 
 def test_numbers_that_are_not_finite_become_null(path: Path) -> None:
-    with MetricsWriter(path) as metrics:
+    with MetricsWriter(path.parent) as metrics:
         metrics.write({"step": 1, "loss": math.nan, "samples_per_s": math.inf})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None, "samples_per_s": None}
 

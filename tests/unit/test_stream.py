@@ -19,7 +19,7 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.jobs import find
 from polytempo.report.status.event_log import EventLog, logged
 from polytempo.report.status.live_status import VERSION, LiveStatus, write_status
-from polytempo.report.status.metrics import MetricsWriter, read_rows
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import (
     CheckpointSaved,
     Diagnosis,
@@ -36,7 +36,8 @@ from polytempo.report.status.records import (
     line_of,
     record_of,
 )
-from polytempo.report.status.stream import RunStream, follow, status_without_launcher, stream
+from polytempo.report.status.rows import read_rows
+from polytempo.report.status.stream import RunStream, follow, status_in, stream
 from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
 
 OLD_METRICS = b"""\
@@ -119,7 +120,7 @@ def test_a_run_is_its_facts_its_rows_and_its_end_and_reading_leaves_it_alone(wor
     assert isinstance(start, RunStarted)
     assert (start.version, start.job, start.world, start.workers) == (1, "digits", world, 2)
     assert (start.host, start.pid, start.resumed) == (socket.gethostname(), os.getpid(), None)
-    assert [json.loads(line_of(row)) for row in rows] == list(map(filled, read_rows(tmp_path / "metrics.jsonl")))
+    assert [json.loads(line_of(row)) for row in rows] == list(map(filled, read_rows(tmp_path)))
     assert {type(row) for row in rows} >= {TrainRow, TestRow}
     assert end == RunFinished(state="finished")
     done = CliRunner().invoke(app, ["top", str(tmp_path), "--records"])
@@ -145,7 +146,7 @@ def test_each_record_is_given_once_while_the_run_goes_on(tmp_path: Path) -> None
     records = follow(tmp_path, every_s=0.0)
     here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
     assert next(records) == RunStarted(job="job", strategy="s()", world="process", workers=2, began_s=1.0, **here)
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"kind": "train", "step": 1, "loss": 2.0})
         write(tmp_path, events=tuple(events[:1]), groups=(first,))
         assert [next(records) for _ in range(3)] == [TrainRow(step=1, loss=2.0), events[0], first]
@@ -184,7 +185,7 @@ def test_a_stream_whose_launcher_is_gone_ends_without_an_end(tmp_path: Path) -> 
 
 
 def test_a_run_without_a_launcher_has_rows_first(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"kind": "train", "step": 1, "loss": 2.0})
     reader = RunStream(tmp_path)
     assert reader.look() == [TrainRow(step=1, loss=2.0)]
@@ -194,10 +195,10 @@ def test_a_run_without_a_launcher_has_rows_first(tmp_path: Path) -> None:
 
 def test_a_resumed_run_gives_the_rows_that_it_keeps_again(tmp_path: Path) -> None:
     write(tmp_path)
-    path, steps = tmp_path / "metrics.jsonl", []
+    steps = []
     reader = RunStream(tmp_path)
     for resumed_at, own in ((None, (1, 2, 3)), (2, (3,))):
-        with MetricsWriter(path, resumed_at=resumed_at) as metrics:
+        with MetricsWriter(tmp_path, resumed_at=resumed_at) as metrics:
             for step in own:
                 metrics.write({"kind": "train", "step": step, "loss": 1.0})
         steps.append([record.step for record in reader.look() if isinstance(record, TrainRow)])
@@ -287,7 +288,7 @@ def part(folder: Path, *, resume: bool, error: BaseException | None = None) -> N
     """A part of a run that ends with `error`, with a fault and a row."""
     history = RunEvents()
     with LiveRun(folder, ShownRun("job", "s()", 2, resume=resume), history) as live:
-        with MetricsWriter(folder / "metrics.jsonl", resumed_at=1 if resume else None) as metrics:
+        with MetricsWriter(folder, resumed_at=1 if resume else None) as metrics:
             metrics.write(ROW)
         history.add("worker-0", "died", 1.0, "started again")
         if error is not None:
@@ -333,20 +334,23 @@ def test_a_log_that_cannot_be_written_is_one_note(tmp_path: Path, capsys: pytest
     with EventLog(tmp_path) as events:
         events.append(KINDS[0])
         events.append(KINDS[1])
-    assert capsys.readouterr().err.count("has no further records") == 1
+    assert capsys.readouterr().err.count("has no records") == 1
 
 
 def test_a_run_without_a_launcher_has_a_status_while_it_goes_on_and_without_a_result(tmp_path: Path) -> None:
     """1. It goes on. 2. It has ended without a result, as a loop does. 3. A result tells more."""
     with logged(tmp_path, START):
-        with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        with MetricsWriter(tmp_path) as metrics:
             metrics.write(ROW)
-        found = status_without_launcher(tmp_path)
+        found = status_in(tmp_path)
         assert found is not None
         assert (found.state, found.job, found.launcher_pid, found.train) == ("running", "job", os.getpid(), ROW)
-    found = status_without_launcher(tmp_path)
+    found = status_in(tmp_path)
     assert found is not None
     assert found.state == "finished"
     assert "finished" in CliRunner().invoke(app, ["top", str(tmp_path), "--once"]).stdout
-    (tmp_path / "result.json").write_text("{}")
-    assert status_without_launcher(tmp_path) is None
+    result = {"world": "process", "strategy": "s()", "workers": 2, "diverged": "NaN in step 3"}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    found = status_in(tmp_path)
+    assert found is not None
+    assert (found.state, found.why) == ("failed", "NaN in step 3")

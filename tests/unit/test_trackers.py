@@ -387,7 +387,7 @@ def written(folder: Path, steps: range, events: int, *, resumed_at: int | None =
         log.append(RunStarted(job="j", strategy="s", world="process", workers=1, began_s=2e9))
         for event in EVENTS[:events]:
             log.append(event)
-    with MetricsWriter(folder / "metrics.jsonl", resumed_at=resumed_at) as metrics:
+    with MetricsWriter(folder, resumed_at=resumed_at) as metrics:
         for step in steps:
             metrics.write({"kind": "train", "step": step, "loss": 1.0 / (1 + step)})
 

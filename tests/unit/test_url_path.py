@@ -9,7 +9,9 @@ import pytest
 from object_store import bucket
 from polytempo.core.system import files
 from polytempo.core.system.url_path import UrlPath, place
-from polytempo.report.status.metrics import GrownObject, MetricsWriter, read_metrics
+from polytempo.report.status.line_file import GrownObject
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.rows import read_metrics
 from polytempo.spec.run_options import RunOptions
 
 
@@ -91,7 +93,7 @@ def test_whole_files_go_to_a_url_like_to_a_path(tmp_path: Path) -> None:
 def test_metrics_at_a_url_are_those_of_a_file(tmp_path: Path) -> None:
     rows = [{"kind": "train", "step": step, "loss": 1.0 / step} for step in range(1, 6)]
     found = []
-    for path in (tmp_path / "metrics.jsonl", UrlPath(bucket(tmp_path)) / "metrics.jsonl"):
+    for path in (tmp_path, UrlPath(bucket(tmp_path))):
         with MetricsWriter(path) as metrics:
             for row in rows:
                 metrics.write(row)

@@ -21,7 +21,7 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.data.batches import Batches
 from polytempo.data.plan import picks
 from polytempo.jobs import find
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.run import join, run
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulate_served import simulate_served
@@ -161,7 +161,7 @@ def test_evaluating_leaves_the_workers_of_elastic_averaging_apart() -> None:
 
 def test_the_run_leaves_rows_and_facts_about_its_server(tmp_path: Path) -> None:
     result = simulate(DIGITS, strategies.async_sgd(shards=2), 4, epochs=2, lr=0.01, out=tmp_path)
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path)
     assert {row["worker"] for row in rows if row["kind"] == "train"} == {0, 1, 2, 3}
     scores = [row for row in rows if row["kind"] == "test"]
     assert scores[-1]["accuracy"] == result.accuracy

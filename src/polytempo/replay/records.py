@@ -9,8 +9,8 @@ import msgspec
 
 from polytempo.core.system import files
 from polytempo.replay.message_order import Life
-from polytempo.report.runs import load_result
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.runs import has_result, load_result
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, history, read_record
@@ -68,7 +68,7 @@ def read_facts(run: Path) -> tuple[Path, RunFacts]:
 
 
 def _why_not(run: Path) -> str:
-    if not (run / "result.json").is_file():
+    if not has_result(run):
         return "name the folder of a run that polytempo train has made with a parameter server"
     try:
         result = load_result(run)
@@ -99,7 +99,7 @@ def read_run(run: Path) -> Recorded:
     start = folder / "start" if facts.snapshot is not None else None
     begins = [0] * facts.shards if start is None else list(resumed(start, facts.shards, {}).indices)
     logs = [history(records.get(shard, []), begins[shard], lost) for shard in range(facts.shards)]
-    end, result = folder / "end.json", run / "result.json"
+    end = folder / "end.json"
     return Recorded(
         facts=facts,
         coordinator=coordinator.entries,
@@ -108,8 +108,8 @@ def read_run(run: Path) -> Recorded:
         whole=not coordinator.torn and all(log.whole for log in logs),
         start=start,
         finals=_finals(end) if end.is_file() else {},
-        rows=read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else [],
-        result=load_result(run) if end.is_file() and result.is_file() else None,
+        rows=read_metrics(run),
+        result=load_result(run) if end.is_file() and has_result(run) else None,
     )
 
 

@@ -23,7 +23,7 @@ from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
-from polytempo.report.status.metrics import METRICS
+from polytempo.report.status.rows import METRIC_KINDS
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
@@ -112,7 +112,7 @@ class Rerun:
 
     def _on_row(self, text: bytes) -> None:
         row = json.loads(text)
-        if row["kind"] in METRICS:
+        if row["kind"] in METRIC_KINDS:
             self.rows.append(row)
 
     def _scores(self) -> OffTheClock | None:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from polytempo.core.system import files
+from polytempo.core.system.files import METRICS, RESULT
 from polytempo.core.system.url_path import Place
-from polytempo.report.status.metrics import METRICS, read_rows
 from polytempo.report.status.records import LoggedImage, StreamRecord, record_of
+from polytempo.report.status.rows import METRIC_KINDS, read_rows
 from polytempo.spec.result import Result
 from polytempo.worlds.trace import Event
 
@@ -71,15 +72,15 @@ class RunRecord(NamedTuple):
 def load_run(folder: Place) -> RunRecord:
     """Read the run that left `folder`. Metrics and trace may be missing, the result may not."""
     result = load_result(folder)
-    metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
+    trace = folder / "trace.json"
     events, dropped = read_events(trace) if trace.is_file() else ([], 0)
-    rows = read_rows(metrics) if metrics.is_file() else []
+    rows = read_rows(folder)
     own = [row for row in rows if row.get("kind") in _LOGGED]
-    with as_written(metrics, "a logged row"):
+    with as_written(folder / METRICS, "a logged row"):
         logged = [found for row in own if (found := record_of(row)) is not None]
     return RunRecord(
         result,
-        [row for row in rows if row.get("kind") in METRICS],
+        [row for row in rows if row.get("kind") in METRIC_KINDS],
         *(events, dropped),
         logged=tuple(each for each in logged if not isinstance(each, LoggedImage)),
         pictures=_pictures(folder, logged),
@@ -98,11 +99,16 @@ def _pictures(folder: Place, logged: Sequence[StreamRecord]) -> tuple[Picture, .
     return tuple(found)
 
 
+def has_result(folder: Place) -> bool:
+    """True if a run has left its result in `folder`."""
+    return (folder / RESULT).is_file()
+
+
 def load_result(folder: Place) -> dict[str, Any]:
     """The `result.json` in `folder`. ValueError where there is none, or it is damaged."""
-    path = folder / "result.json"
+    path = folder / RESULT
     if not path.is_file():
-        raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
+        raise ValueError(f"{folder} holds no {RESULT}; name the folder of a run that has finished")
     result = files.parsed(path)
     if not isinstance(result, dict) or not {"world", "strategy"} <= set(result):
         raise ValueError(f"{path} is not a run's result; it cannot be mended, so begin the run again")

@@ -14,7 +14,7 @@ from polytempo.core.system.url_path import Place
 from polytempo.engines.engine import EngineSetup, checked_engine
 from polytempo.report.pages.page import write_report
 from polytempo.report.pictures.picture import write_picture
-from polytempo.report.runs import load_result, load_run
+from polytempo.report.runs import has_result, load_result, load_run
 from polytempo.report.status.progress import Progress, shown_progress
 from polytempo.runs.frame.arguments import check_workers, checked_job
 from polytempo.runs.frame.chain import has_saved
@@ -131,7 +131,7 @@ def _in_folder(spec: RunSpec, number: int) -> RunSpec:
 def _found(spec: RunSpec) -> Result | None:
     """The result that an earlier comparison has left; None where there is more to do."""
     options, out = spec.options, spec.options.out
-    if not options.resume or out is None or not (out / "result.json").is_file():
+    if not options.resume or out is None or not has_result(out):
         return None
     plain = load_result(out)
     result = Result(**{each.name: plain[each.name] for each in fields(Result) if each.name in plain})

@@ -7,14 +7,15 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from polytempo.core.system import files
+from polytempo.core.system.files import METRICS
 from polytempo.core.system.url_path import UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.join.init import init
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.local_engine import Local
-from polytempo.report.status.follower import MetricsFollower
 from polytempo.report.status.progress import Progress
+from polytempo.report.status.rows import RowFollower
 from polytempo.runs.frame.rows_in_memory import RowsInMemory
 from polytempo.runs.frame.run_frame import framed_job, with_page
 from polytempo.spec.placement import on_hosts
@@ -48,14 +49,13 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
         )
         if frame.out is not None and not options.resume:
-            files.remove(frame.out / "metrics.jsonl")
+            files.remove(frame.out / METRICS)
         if frame.out is not None:
             every_s = 5.0 if isinstance(frame.out, UrlPath) else 0.0
-            follower = MetricsFollower(frame.out / "metrics.jsonl", frame.show, every_s)
+            follower = RowFollower(frame.out, frame.show, every_s)
         engine = frame.opened(setup, launch)
         if frame.given:  # metrics are put again and again there, not appended
-            metrics = UrlPath(f"local://{frame.out}/metrics.jsonl")
-            follower = MetricsFollower(metrics, frame.show, every_s=0.5)
+            follower = RowFollower(UrlPath(f"local://{frame.out}"), frame.show, every_s=0.5)
         topology = on_hosts(spec.topology(), engine.address.num_hosts)
         shown = follower or rows
         look = None if shown is None else shown.look

@@ -129,7 +129,7 @@ class Result:
 
     def write(self, folder: Place) -> None:
         """Leave `result.json`, complete or not at all."""
-        files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
+        files.replace(folder / files.RESULT, json.dumps(self.as_json(), indent=2) + "\n")
 
 
 class Results(list[Result]):

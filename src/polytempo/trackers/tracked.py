@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from polytempo.core.system import files
+from polytempo.core.system.files import METRICS
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.event_log import finish_of
 from polytempo.report.status.records import RunFinished, RunStarted
@@ -64,7 +65,7 @@ def tracked_loop(start: RunStarted, trackers: Sequence[Any], out: Place, *, resu
 def tracking(run: TrackedRun, trackers: Sequence[Any], out: Place) -> Iterator[None]:
     """Feed the trackers of `run`; see `tracked`."""
     if not run.resumed:
-        files.remove(out / "metrics.jsonl")  # of another run; trackers must not read it
+        files.remove(out / METRICS)  # of another run; trackers must not read it
     with _Tracking(run, _by_name(trackers), _log(out)) as feeds:
         try:
             yield

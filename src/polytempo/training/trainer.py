@@ -25,8 +25,9 @@ from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.event_log import logged
-from polytempo.report.status.metrics import METRICS, MetricsWriter
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted
+from polytempo.report.status.rows import METRIC_KINDS
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
@@ -171,7 +172,7 @@ class Trainer:
             notice, host = Notice(self.options.grace_s), context.host if world.rank == 0 else None
             if out is not None:
                 if world.rank == 0:
-                    metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=context.resumed_at)
+                    metrics = MetricsWriter(out, resumed_at=context.resumed_at)
                     writer = files.enter_context(metrics)
                 notice = files.enter_context(noticed(self.options.grace_s))
             record, asks, leaves = recorder(writer, on_row), context.asks, context.leaves
@@ -431,7 +432,7 @@ def recorder(
     def record(row: dict[str, Any]) -> None:
         if writer is not None:
             writer.write(row)
-        if on_row is not None and row["kind"] in METRICS:
+        if on_row is not None and row["kind"] in METRIC_KINDS:
             on_row(row)
 
     return record

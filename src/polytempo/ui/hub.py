@@ -16,10 +16,11 @@ import msgspec
 from polytempo.core.system.files import is_folder, read
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.live_status import LiveStatus, read_status
+from polytempo.report.status.stream import FILES as GROWING
 from polytempo.ui.page_view import PageView
 from polytempo.ui.run_columns import RunColumns
 from polytempo.ui.run_facts import differences, facts, standing
-from polytempo.ui.run_list import GROWING, RunList, version_of
+from polytempo.ui.run_list import RunList, version_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
 

@@ -10,10 +10,9 @@ from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import MEMORY, NETWORK, StepParts, bound
 from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.runs import load_result
-from polytempo.report.status.event_log import FILE as EVENTS
 from polytempo.report.status.records import RunStarted
+from polytempo.report.status.stream import ends_of
 from polytempo.ui.run_columns import RunColumns
-from polytempo.ui.run_list import ends_of
 
 _SETTINGS = ("job", "strategy", "world", "workers", "steps", "epochs", "batch_size", "seed", "threads")
 _CALL = re.compile(r"\w+(\(.*\))?")
@@ -38,7 +37,7 @@ def facts(folder: Place, row: dict[str, Any]) -> dict[str, Any]:
             result = load_result(folder)
         except (ValueError, OSError):
             result = {}
-    start, _ = ends_of(folder / EVENTS)
+    start, _ = ends_of(folder)
     told = {} if start is None else dict(start.settings)
     known = {name: _first(result.get(name), row.get(name)) for name in (_ALWAYS if told else _SETTINGS)}
     settings: dict[str, Any] = known | told

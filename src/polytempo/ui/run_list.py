@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -13,29 +12,23 @@ from typing import Any
 import msgspec
 
 from polytempo.core.system import files
+from polytempo.core.system.files import RESULT, STATUS
 from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.report.runs import load_result
+from polytempo.report.runs import has_result, load_result
 from polytempo.report.saved_plan import SUFFIX, read_plan
-from polytempo.report.status.event_log import FILE as EVENTS
-from polytempo.report.status.live_status import (
-    launcher_lives,
-    process_lives,
-    read_status,
-    status_of_result,
-)
-from polytempo.report.status.metrics import check_row
-from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, record_of
+from polytempo.report.status.live_status import launcher_lives
+from polytempo.report.status.rows import last_rows
+from polytempo.report.status.stream import FILES as GROWING
+from polytempo.report.status.stream import status_in
 
-FILES = ("live.json", "result.json", "metrics.jsonl", EVENTS)
+FILES = (STATUS, RESULT, *GROWING)
 """Files that make a folder the folder of a run."""
-GROWING = ("metrics.jsonl", EVENTS)
-"""Files that a run appends to."""
 ARCHIVE = "archived"
 """The folder below the root that archived runs move to."""
 _NOT_RUNS = frozenset({*files.FOLDERS, ARCHIVE})
 MOST_RUNS, _MOST_DEPTH, _MOST_FOLDERS = 2_000, 4, 20_000
 _MOST_PLANS = 50
-_TAIL_BYTES, _MOST_TEXT = 1 << 16, 300
+_MOST_LOCK, _MOST_TEXT = 1 << 16, 300
 _RESULTS = ("batch_size", "seed", "threads", "bytes_sent_per_rank", "communication_share", "loss", "accuracy")
 
 
@@ -100,103 +93,39 @@ class RunList:
 
 def facts_of(folder: Place) -> dict[str, Any]:
     """The facts of one run, from its status, its result, or the end of its metrics. ValueError for other files."""
-    result = load_result(folder) if (folder / "result.json").is_file() else {}
-    status = read_status(folder)
-    if status is None and result:
-        status = status_of_result(result, [])
-    if status is None:
-        return _from_rows(folder)
-    row, test = status.train or {}, status.test or {}
-    state = "gone" if status.state == "running" and launcher_lives(status) is False else status.state
-    done = _done(row, status.steps, status.epochs)
-    found = {
-        "job": status.job,
-        "strategy": status.strategy,
-        "world": status.world,
-        "workers": status.workers,
-        "state": state,
-        "why": status.why,
-        "step": row.get("step") or test.get("step"),
-        "steps": status.steps,
-        "epoch": row.get("epoch") or test.get("epoch"),
-        "epochs": status.epochs,
-        "loss": test.get("loss", row.get("loss")),
+    result = load_result(folder) if has_result(folder) else {}
+    status = status_in(folder)
+    if status is None:  # rows alone, of an earlier version
+        told = {row.get("kind"): row for row in last_rows(folder)}
+        row, test = told.get("train", {}), told.get("test", {})
+        lives = owner_lives(folder)
+        state = "running" if lives else "gone" if lives is False else "unknown"
+        found: dict[str, Any] = {"job": "", "strategy": "", "world": "", "workers": None, "why": ""}
+        found |= {"samples_per_s": row.get("samples_per_s"), "began_s": None, "steps": None, "epochs": None}
+        written_s = time.time()
+    else:
+        row, test = status.train or {}, status.test or {}
+        state = "gone" if status.state == "running" and launcher_lives(status) is False else status.state
+        names = ("job", "strategy", "world", "workers", "why", "steps", "epochs", "samples_per_s", "staleness")
+        found = {name: getattr(status, name) for name in names}
+        found |= {"began_s": status.began_s or None, "written_s": status.written_s or None}
+        found |= {"hosts": len(status.hosts), "faults": status.num_events}
+        written_s = status.written_s
+    done = _done(row, found["steps"], found["epochs"])
+    found |= {name: row.get(name) for name in ("samples", "seconds")}
+    found |= {name: row.get(name) or test.get(name) for name in ("step", "epoch")}
+    found |= {
         "train_loss": row.get("loss"),
+        "loss": test.get("loss", row.get("loss")),
         "accuracy": test.get("accuracy"),
-        "samples": row.get("samples"),
-        "seconds": row.get("seconds"),
-        "samples_per_s": status.samples_per_s,
-        "staleness": status.staleness,
-        "hosts": len(status.hosts),
-        "faults": status.num_events,
-        "began_s": status.began_s or None,
-        "written_s": status.written_s or None,
-        "done": 1.0 if state == "finished" else done,
-        "eta_s": _eta_s(status.began_s, status.written_s, done) if state == "running" else None,
-        "ended": bool(result),
     }
+    found |= {"state": state, "ended": bool(result), "done": 1.0 if state == "finished" else done}
+    found |= {"eta_s": _eta_s(found["began_s"], written_s, done) if state == "running" else None}
     return found | {name: result[name] for name in _RESULTS if result.get(name) is not None}
 
 
 def _unknown(why: str) -> dict[str, Any]:
     return {"job": "", "strategy": "", "world": "", "workers": None, "state": "unknown", "why": why, "ended": False}
-
-
-def _from_rows(folder: Place) -> dict[str, Any]:
-    """The facts of a run that has left rows and events only, such as a simulation that goes on."""
-    start, finish = ends_of(folder / EVENTS)
-    last: dict[str, dict[str, Any]] = {}
-    for row in _lines(_tail(folder / "metrics.jsonl")):
-        last[str(row.get("kind"))] = row
-    row, test = last.get("train", {}), last.get("test", {})
-    found = {
-        **_unknown(""),
-        "step": row.get("step"),
-        "epoch": row.get("epoch"),
-        "samples": row.get("samples"),
-        "seconds": row.get("seconds"),
-        "loss": test.get("loss", row.get("loss")),
-        "train_loss": row.get("loss"),
-        "accuracy": test.get("accuracy"),
-        "samples_per_s": row.get("samples_per_s"),
-    }
-    lives = owner_lives(folder)
-    if start is not None:
-        names = ("job", "strategy", "world", "workers", "steps", "epochs", "began_s")
-        found |= {name: getattr(start, name) for name in names}
-        if start.host is not None and start.pid is not None:
-            lives = process_lives(start.host, start.pid)
-    state = "running" if lives else "gone" if lives is False else "unknown"
-    found |= {"state": state} if finish is None else {"state": finish.state, "why": finish.why}
-    done = _done(row, found.get("steps"), found.get("epochs"))
-    running = found["state"] == "running"
-    return found | {"done": done, "eta_s": _eta_s(found.get("began_s"), time.time(), done) if running else None}
-
-
-def ends_of(path: Place) -> tuple[RunStarted | None, RunFinished | None]:
-    """The last start of a run among its first and last events, and its end after it."""
-    start: RunStarted | None = None
-    finish: RunFinished | None = None
-    if not path.exists():
-        return start, finish
-    head = files.read(path, _TAIL_BYTES)
-    for line in _lines(head if len(head) < _TAIL_BYTES else head + b"\n" + _tail(path)):
-        with suppress(ValueError, RecursionError):
-            record: StreamRecord | None = record_of(line)
-            if isinstance(record, RunStarted):
-                start, finish = record, None
-            elif isinstance(record, RunFinished):
-                finish = record
-    return start, finish
-
-
-def _lines(content: bytes) -> Iterator[dict[str, Any]]:
-    """The rows among the lines. A cut first line is left out."""
-    for line in content.splitlines():
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            check_row(row)
-            yield row
 
 
 def owner_lives(folder: Place) -> bool | None:
@@ -205,7 +134,7 @@ def owner_lives(folder: Place) -> bool | None:
         return None
     for path in sorted(folder.glob(".lock-*.json"), reverse=True):
         with suppress(ValueError, OSError, RecursionError):
-            owner = msgspec.json.decode(files.read(path, _TAIL_BYTES), type=_Owner)
+            owner = msgspec.json.decode(files.read(path, _MOST_LOCK), type=_Owner)
             if owner.host == os.uname().nodename and owner.pid > 0:
                 return _lives(owner.pid)
     return False if not any(folder.glob(".lock-*.json")) else None
@@ -291,14 +220,3 @@ def version_of(folder: Place, names: Sequence[str] = FILES) -> tuple[tuple[int, 
 
 def _changed_s(version: tuple[tuple[int, int], ...] | None) -> float | None:
     return max(time_ns for time_ns, _ in version) / 1e9 if version else None
-
-
-def _tail(path: Place) -> bytes:
-    """The last whole lines of a file, 64 KiB at most."""
-    if isinstance(path, UrlPath):
-        return path.read(files.MAX_JSON_BYTES)[-_TAIL_BYTES:]
-    with suppress(OSError), files.opened(path) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - _TAIL_BYTES))
-        return stream.read(_TAIL_BYTES)
-    return b""

@@ -7,15 +7,15 @@ from typing import Any
 from polytempo import jobs
 from polytempo.cli.options.plan import found_job
 from polytempo.core.system.url_path import Place
-from polytempo.report.runs import load_result
-from polytempo.report.status.event_log import start_in
+from polytempo.report.runs import has_result, load_result
+from polytempo.report.status.stream import ends_of
 from polytempo.spec.job import Job
 from polytempo.training.observe.saved_model import checkpoint_in, run_of, saved_about
 
 
 def facts_of(where: Place) -> dict[str, Any]:
     """Job and strategy of a run, by its result, or, of a run that has not ended, by its checkpoint."""
-    if (run_of(where) / "result.json").is_file():
+    if has_result(run_of(where)):
         return load_result(run_of(where))
     return dict(saved_about(checkpoint_in(where)))
 
@@ -25,7 +25,7 @@ def saved_job(named: str | None, folder: Place) -> Job:
 
     A run's folder may come from a stranger, so no file that it names is imported.
     """
-    saved, start = str(facts_of(folder).get("job")), start_in(run_of(folder))
+    saved, (start, _) = str(facts_of(folder).get("job")), ends_of(run_of(folder))
     origin = None if start is None else start.origin
     if named is None and (saved not in jobs.names() or origin not in (None, saved)):
         raise ValueError(

@@ -11,6 +11,7 @@ from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.prediction_options import ValidateOptions
 from polytempo.core import Strategy
+from polytempo.core.system.files import RESULT
 from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
 from polytempo.report.runs import as_written, load_run
@@ -32,7 +33,7 @@ def validate(asked: ValidateOptions) -> None:
         raise ValueError(f"{run} is a simulation; name the folder of a run on real processes")
     if not measured.events:
         raise ValueError(f"{run} has no trace.json; name the folder of a run that has finished")
-    with as_written(run / "result.json", "facts of the run"):
+    with as_written(run / RESULT, "facts of the run"):
         precision = None if result.get("precision") is None else parse_precision(str(result["precision"]["dtype"]))
         result = {name: result[name] for name in _NEEDED} | result
     described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])

@@ -12,10 +12,10 @@ from rich.live import Live
 
 from polytempo.cli.look.look_options import TopOptions
 from polytempo.core.system.url_path import Place, place
-from polytempo.report.status.live_status import LiveStatus, found_status, launcher_lives
+from polytempo.report.status.live_status import LiveStatus, launcher_lives
 from polytempo.report.status.live_view import view
 from polytempo.report.status.records import line_of
-from polytempo.report.status.stream import RunStream, follow, status_without_launcher
+from polytempo.report.status.stream import RunStream, follow, status_in
 
 
 def top(asked: TopOptions) -> None:
@@ -25,7 +25,7 @@ def top(asked: TopOptions) -> None:
         for record in RunStream(run).look() if asked.once else follow(run, asked.every_s):
             print(line_of(record), flush=True)
         return
-    status = status_in(run)
+    status = _status_of(run)
     if asked.json:
         print(json.dumps(msgspec.to_builtins(status) | {"launcher_lives": launcher_lives(status)}))
         return
@@ -40,16 +40,16 @@ def top(asked: TopOptions) -> None:
                 if status.state != "running" or launcher_lives(status) is False:
                     break
                 time.sleep(asked.every_s)
-                status = status_in(run)
+                status = _status_of(run)
     except KeyboardInterrupt:  # the usual way to leave
         pass
 
 
-def status_in(run: Place) -> LiveStatus:
+def _status_of(run: Place) -> LiveStatus:
     """The status of the run in a folder. ValueError without one."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run, such as runs/digits-sync_sgd")
-    status = status_without_launcher(run) or found_status(run)
+    status = status_in(run)
     if status is None:
         raise ValueError(
             f"{run}: this folder holds neither a live.json nor a result.json nor an events.jsonl, so it is not a "

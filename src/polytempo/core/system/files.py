@@ -26,6 +26,10 @@ from polytempo.core.system.descriptors import open_descriptor
 from polytempo.core.system.url_path import P, Place, UrlPath
 
 MAX_JSON_BYTES = 1 << 30
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+"""The files of a run's stream: rows, and other records."""
+STATUS, RESULT = "live.json", "result.json"
+"""The status of a run that goes on, and its result."""
 FOLDERS = ("checkpoint", "logs", "record", "images")
 """The folders that a run makes in its own."""
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -10,17 +10,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from polytempo.core.system import files
+from polytempo.core.system.files import EVENTS
 from polytempo.core.system.first_failure import FirstFailure
 from polytempo.core.system.notice import Preempted
-from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.report.status.metrics import GrownObject
+from polytempo.core.system.url_path import Place
+from polytempo.report.status.line_file import LineFile
 from polytempo.report.status.records import (
     RunFinished,
     RunStarted,
@@ -32,9 +33,7 @@ from polytempo.report.status.records import (
     row_of,
 )
 
-FILE = "events.jsonl"
 _MOST_WHY = 300
-_MOST_START = 1 << 16
 
 
 class EventLog:
@@ -49,49 +48,26 @@ class EventLog:
     """
 
     def __init__(self, folder: Place, *, fresh: bool = False) -> None:
-        self._path = folder / FILE
-        self._append: Callable[[bytes], object] = _nothing
-        self._close: Callable[[], None] = _nothing
-        with self._noted():
-            before = b"" if fresh or not self._path.exists() else files.read(self._path, files.MAX_JSON_BYTES)
-            whole = before[: before.rfind(b"\n") + 1]
-            self._open(whole, fresh)
-
-    def _open(self, whole: bytes, fresh: bool) -> None:
-        path = self._path
-        if isinstance(path, UrlPath):
-            grown = GrownObject(path, whole, every_s=10.0)
-            self._append, self._close = grown.write, grown.close
-            return
-        if fresh:
-            files.create(path).close()
-        stream = files.append(path)
-        os.ftruncate(stream.fileno(), len(whole))
-        self._append, self._close = lambda line: files.write(stream, line, path), stream.close
+        path = folder / EVENTS
+        self._lines: LineFile | None = None
+        try:
+            before = b"" if fresh or not path.exists() else files.read(path, files.MAX_JSON_BYTES)
+            self._lines = LineFile(path, before[: before.rfind(b"\n") + 1])
+        except OSError as error:
+            print(f"note: {path} has no records: {error}; {files.remedy(error)}", file=sys.stderr)
 
     def append(self, record: StreamRecord) -> None:
         """Append one record. ValueError for entries that readers refuse."""
         record_of(row_of(record))
-        line = line_of(record).encode() + b"\n"
-        with self._noted():
-            self._append(line)
+        if self._lines is not None:
+            self._lines.write(line_of(record).encode() + b"\n")
         if isinstance(record, RunFinished):
             self.close()
 
     def close(self) -> None:
         """Close the file; closing twice is harmless, and later records are left out."""
-        close, self._append, self._close = self._close, _nothing, _nothing
-        with self._noted():
-            close()
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Give up the file after an error, with a note."""
-        try:
-            yield
-        except OSError as error:
-            print(f"note: {self._path} has no further records: {error}; {files.remedy(error)}", file=sys.stderr)
-            self._append = self._close = _nothing
+        if self._lines is not None:
+            self._lines.close()
 
     def __enter__(self) -> EventLog:
         return self
@@ -128,15 +104,6 @@ def logged(
         events.append(finish_of(None))
 
 
-def start_in(folder: Place) -> RunStarted | None:
-    """The first start of the run in `folder`; None for a run from before the file, and for a damaged line."""
-    path = folder / FILE
-    with suppress(OSError, ValueError, RecursionError):
-        found = record_of(msgspec.json.decode(files.read(path, _MOST_START).partition(b"\n")[0]))
-        return found if isinstance(found, RunStarted) else None
-    return None
-
-
 def finish_of(error: BaseException | None) -> RunFinished:
     """The end of a run by `error`, with the error's first line."""
     if error is None:
@@ -145,7 +112,3 @@ def finish_of(error: BaseException | None) -> RunFinished:
     said = "interrupted" if alone else str(error) or type(error).__name__
     state: RunState = "preempted" if isinstance(error, Preempted) else "failed"
     return RunFinished(state=state, why=said.partition("\n")[0][:_MOST_WHY])
-
-
-def _nothing(line: bytes = b"") -> None:
-    pass

@@ -17,8 +17,6 @@ import msgspec
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages.noise import last_noise
-from polytempo.report.runs import as_written, load_result
-from polytempo.report.status.metrics import check_row, read_metrics
 from polytempo.report.status.records import (
     GroupStatus,
     ProcessEvent,
@@ -27,8 +25,8 @@ from polytempo.report.status.records import (
     RunState,
     StreamRecord,
 )
+from polytempo.report.status.rows import check_row
 
-FILE = "live.json"
 VERSION = 1
 MOST_EVENTS = 200
 """The file holds the last so many."""
@@ -113,12 +111,12 @@ class LiveStatus(msgspec.Struct, frozen=True):
 
 def write_status(folder: Place, status: LiveStatus) -> None:
     """Replace the file in `folder`, whole or not at all."""
-    files.replace(folder / FILE, msgspec.json.encode(status))
+    files.replace(folder / files.STATUS, msgspec.json.encode(status))
 
 
 def read_status(folder: Place) -> LiveStatus | None:
     """The last status of `write_status`; None without one. ValueError for another file."""
-    path = folder / FILE
+    path = folder / files.STATUS
     if not path.exists():
         return None
     try:
@@ -135,20 +133,6 @@ def read_status(folder: Place) -> LiveStatus | None:
             "the polytempo that made it"
         )
     return status
-
-
-def found_status(folder: Place) -> LiveStatus | None:
-    """The status of the run in `folder`, by its result where it left none, such as a simulation; None without either.
-
-    ValueError for a file that no run has written.
-    """
-    status = read_status(folder)
-    if status is not None or not (folder / "result.json").is_file():
-        return status
-    metrics = folder / "metrics.jsonl"
-    result, rows = load_result(folder), read_metrics(metrics) if metrics.is_file() else []
-    with as_written(folder / "result.json", "a run's own facts"):
-        return status_of_result(result, rows)
 
 
 def launcher_lives(status: LiveStatus) -> bool | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from polytempo.core.system.first_failure import FirstFailure
-from polytempo.report.status.metrics import check_row
+from polytempo.report.status.rows import check_row
 
 VERSION = 1
 """Version of the records. It grows when an entry gets another meaning; new entries and new kinds do not change it."""

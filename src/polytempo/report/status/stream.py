@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from polytempo.core.system.files import EVENTS, METRICS, RESULT, STATUS
 from polytempo.core.system.url_path import Place, UrlPath, place
-from polytempo.report.status import event_log
-from polytempo.report.status.follower import MetricsFollower
-from polytempo.report.status.live_status import FILE as STATUS
+from polytempo.report.runs import as_written, has_result, load_result
 from polytempo.report.status.live_status import (
     VERSION,
     LiveStatus,
     StatusNews,
-    found_status,
     launcher_lives,
     process_lives,
+    read_status,
+    status_of_result,
 )
-from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, TestRow, TrainRow, record_of, row_of
+from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, record_of
+from polytempo.report.status.rows import RowFollower, first_rows, last_rows
 
-FILES = ("metrics.jsonl", event_log.FILE)
+FILES = (METRICS, EVENTS)
 
 
 def stream(run: str | Path | UrlPath) -> list[StreamRecord]:
@@ -56,39 +58,64 @@ def follow(run: str | Path | UrlPath, every_s: float = 1.0) -> Iterator[StreamRe
         time.sleep(every_s)
 
 
-def status_without_launcher(run: Place) -> LiveStatus | None:
-    """The status of a run that has neither `live.json` nor `result.json` of its present part, from its stream.
+def status_in(run: Place) -> LiveStatus | None:
+    """The status of the run in a folder: as its launcher wrote it, or else by its stream, or by its result.
 
-    Such are runs under torchrun and simulations that go on, and loops with `attach(…, out=…)`. None for other folders.
+    A stream tells it of runs under torchrun and simulations that go on, and of loops with `attach(…, out=…)`. None
+    where there is none of them. ValueError for a status or a result that no run has written. Cost: at most 768 KiB are read.
     """
-    if (run / STATUS).exists() or not (run / event_log.FILE).exists():
+    status = read_status(run)
+    if status is not None:
+        return status
+    start, finish = ends_of(run)
+    ended = has_result(run)
+    if start is not None and not (finish is not None and ended):
+        return _status_of_stream(run, start, finish)
+    if not ended:
         return None
-    records = stream(run)
-    last = next((each for each in reversed(records) if isinstance(each, RunStarted | RunFinished)), None)
-    start = next((each for each in reversed(records) if isinstance(each, RunStarted)), None)
-    if start is None or (isinstance(last, RunFinished) and (run / "result.json").exists()):
-        return None
-    rows = {type(each): row_of(each) for each in records if isinstance(each, TrainRow | TestRow)}
-    changed = (
-        [(run / name).stat().st_mtime for name in FILES if (run / name).is_file()] if isinstance(run, Path) else []
-    )
+    result = load_result(run)
+    with as_written(run / RESULT, "a run's own facts"):
+        return status_of_result(result, last_rows(run))
+
+
+def _status_of_stream(run: Place, start: RunStarted, finish: RunFinished | None) -> LiveStatus:
+    rows = {row.get("kind"): row for row in last_rows(run)}
+    grown = [run / name for name in FILES if isinstance(run, Path)]
+    changed = [path.stat().st_mtime for path in grown if isinstance(path, Path) and path.is_file()]
     return LiveStatus(
         version=VERSION,
         job=start.job,
         strategy=start.strategy,
         world=start.world,
         workers=start.workers,
-        state=last.state if isinstance(last, RunFinished) else "running",
+        state="running" if finish is None else finish.state,
         written_s=max(changed, default=time.time()),
         began_s=start.began_s or 0.0,
         launcher_host=start.host or "",
         launcher_pid=start.pid or 1,
-        why=last.why if isinstance(last, RunFinished) else "",
+        why="" if finish is None else finish.why,
         steps=start.steps,
         epochs=start.epochs,
-        train=rows.get(TrainRow),
-        test=rows.get(TestRow),
+        train=rows.get("train"),
+        test=rows.get("test"),
+        origin=start.origin,
     )
+
+
+def ends_of(run: Place) -> tuple[RunStarted | None, RunFinished | None]:
+    """The last start of a run among its first and last events, and its end after it. Broken lines are left out."""
+    start: RunStarted | None = None
+    finish: RunFinished | None = None
+    for rows in (first_rows(run, EVENTS), last_rows(run, EVENTS)):
+        finish = None  # an end among the first events may be of an earlier part
+        for row in rows:
+            with suppress(ValueError, RecursionError):
+                record = record_of(row)
+                if isinstance(record, RunStarted):
+                    start, finish = record, None
+                elif isinstance(record, RunFinished):
+                    finish = record
+    return start, finish
 
 
 class RunStream:
@@ -101,7 +128,7 @@ class RunStream:
     def __init__(self, run: str | Path | UrlPath, most_bytes: int | None = None) -> None:
         self._run, self._most_bytes = place(run), most_bytes
         self._lines: dict[Place, list[dict[str, Any]]] = {}
-        self._metrics, self._events = (self._follower(name) for name in ("metrics.jsonl", event_log.FILE))
+        self._metrics, self._events = map(self._follower, FILES)
         self._news = StatusNews()
         self._last: StreamRecord | None = None
         """The last start or finish."""
@@ -117,7 +144,7 @@ class RunStream:
         """The new records: rows in the order of their file after the last start, then other records."""
         if self.ended and not self.behind:
             return []
-        if not (self._run / event_log.FILE).exists():
+        if not (self._run / EVENTS).exists():
             return self._of_status()
         records = self._new(self._events)
         self._see(records)
@@ -134,10 +161,10 @@ class RunStream:
 
     def _of_status(self) -> list[StreamRecord]:
         """The same for a run from before `events.jsonl`, by its status or its result."""
-        status = found_status(self._run)  # before the rows, for the same reason
-        if status is None and not (self._run / "metrics.jsonl").exists():
+        status = status_in(self._run)  # before the rows, for the same reason
+        if status is None and not (self._run / METRICS).exists():
             raise ValueError(
-                f"{self._run}: this folder holds no {event_log.FILE}, metrics.jsonl, live.json or result.json, so it "
+                f"{self._run}: this folder holds no {EVENTS}, {METRICS}, {STATUS} or {RESULT}, so it "
                 "is not a run's, or of a run that has not begun; name the folder that the run was given as --out"
             )
         self.ended = status is not None and (status.state != "running" or launcher_lives(status) is False)
@@ -145,11 +172,11 @@ class RunStream:
         rows = self._new(self._metrics)
         return [*start, *rows, *([] if status is None else self._news.look(status))]
 
-    def _follower(self, name: str) -> MetricsFollower:
+    def _follower(self, name: str) -> RowFollower:
         lines = self._lines[self._run / name] = []
-        return MetricsFollower(self._run / name, lines.append, earlier=True)
+        return RowFollower(self._run, lines.append, earlier=True, name=name)
 
-    def _new(self, follower: MetricsFollower) -> list[StreamRecord]:
+    def _new(self, follower: RowFollower) -> list[StreamRecord]:
         lines = self._lines[follower.path]
         lines.clear()
         try:

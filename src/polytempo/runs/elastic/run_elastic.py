@@ -29,8 +29,8 @@ from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.processes.failures import blame, death_of, died, how
 from polytempo.membership.message import Fail, GroupView, Interrupt, Order
 from polytempo.membership.run_membership import RunMembership
-from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.progress import Progress
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.elastic.conductor import MembershipConductor
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
@@ -99,9 +99,7 @@ def run_elastic(
 
 
 def _last_step(out: Place | None) -> int:
-    path = None if out is None else out / "metrics.jsonl"
-    rows = read_metrics(path) if path is not None and path.exists() else []
-    return max((row["step"] for row in rows), default=0)
+    return max((row["step"] for row in ([] if out is None else read_metrics(out))), default=0)
 
 
 def check_elastic_spec(spec: RunSpec) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polytempo.core.system.url_path import Place
-from polytempo.report.runs import load_result
+from polytempo.report.runs import has_result, load_result
 from polytempo.runs.frame.folder_names import slug
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -50,7 +50,7 @@ def has_saved(folder: Place) -> bool:
 
 def _has_ended(folder: Place, first: RunSpec) -> bool:
     """True if the first run came to its last step."""
-    if not (folder / "result.json").is_file():
+    if not has_result(folder):
         return False
     result = load_result(folder)
     return result["steps"] >= (first.options.steps or 0) and not result.get("left") and has_saved(folder)

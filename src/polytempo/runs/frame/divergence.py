@@ -12,7 +12,7 @@ from polytempo.core import NotFinite
 from polytempo.core.system import files
 from polytempo.core.system.notice import Preempted
 from polytempo.core.system.url_path import Place
-from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.run_snapshot import read_run_snapshot
 from polytempo.server.snapshots.snapshot import SnapshotError, newest_whole
 from polytempo.spec.result import Result
@@ -42,8 +42,7 @@ def left_result(spec: RunSpec, error: Preempted) -> Result:
 
 def _so_far(spec: RunSpec) -> Result:
     options = spec.options
-    path = None if options.out is None else options.out / "metrics.jsonl"
-    rows = read_metrics(path) if path is not None and path.is_file() else []
+    rows = [] if options.out is None else read_metrics(options.out)
     tested: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == "test"), {})
     rows = [row for row in rows if row["kind"] == "train"]
     last = rows[-1] if rows else {"step": 0, "epoch": 0.0, "samples": 0, "seconds": 0.0}

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from polytempo.core.system import files
+from polytempo.core.system.files import EVENTS, METRICS, STATUS
 from polytempo.core.system.folder_lock import held, is_lock
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_folders import SERVED_MODEL
 from polytempo.training.job.start import START
 
 _OF_A_START = frozenset(
-    {"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", "events.jsonl", START}
+    {"logs", "record", "checkpoint", METRICS, f"{METRICS}.tmp", STATUS, EVENTS, START}
     | {"trackers", "tensorboard", "wandb"}
 )
 """Names that a run may have made before its first row of metrics."""
@@ -58,7 +59,7 @@ def _make(out: Place) -> None:
 
 def _has_begun(out: Place) -> bool:
     """True if the folder holds more than a start leaves."""
-    metrics, checkpoint = out / "metrics.jsonl", out / "checkpoint"
+    metrics, checkpoint = out / METRICS, out / "checkpoint"
     if any(entry.name not in _OF_A_START and not is_lock(entry.name) for entry in out.iterdir()):
         return True
     if metrics.exists() and (metrics.size() if isinstance(metrics, UrlPath) else metrics.stat().st_size):

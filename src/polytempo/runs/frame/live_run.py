@@ -184,9 +184,9 @@ class LiveRun:
     def look(self) -> None:
         """Write, if the interval is over."""
         now_s = self._clock()
-        if now_s >= self._next_news_s:
+        if _is_over(now_s, self._next_news_s):
             self._tell(self.status("running"))
-        if now_s >= self._next_s:
+        if _is_over(now_s, self._next_s):
             sampled = islice(self._processes.items(), MOST_SAMPLED)
             self._memory = {node: process.memory_bytes for node, process in sampled}
             self._write(self.status("running"))
@@ -312,6 +312,11 @@ def _state_of(process: EngineProcess) -> ProcessState:
         return "stopped" if process.stopped else "running"
     left = code == PREEMPTED and process.failure is not None and process.failure.error == Preempted.__name__
     return "killed" if code < 0 else "failed" if code and not left else "ended"
+
+
+def _is_over(now_s: float, next_s: float) -> bool:
+    """True at `next_s`, and where the clock was set back since the last time."""
+    return not now_s < next_s <= now_s + URL_INTERVAL_S
 
 
 def _plain(row: Row | None) -> dict[str, Any] | None:

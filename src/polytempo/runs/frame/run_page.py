@@ -59,7 +59,7 @@ def virtual_rows(
             if out is not None and not writers:
                 run_folder(out)
                 stack.enter_context(logged(out, start))
-                writers.append(stack.enter_context(MetricsWriter(out / "metrics.jsonl")))
+                writers.append(stack.enter_context(MetricsWriter(out)))
             for writer in writers:
                 writer.write(row)
             show(row)

@@ -11,7 +11,7 @@ from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
 from polytempo.diagnosis.bound import NETWORK, StepParts, UsedLink, bound
 from polytempo.diagnosis.server_pace import ServedPaces
-from polytempo.report.status.metrics import METRICS
+from polytempo.report.status.rows import METRIC_KINDS
 from polytempo.runs.served.run_snapshot import RunSnapshot
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
@@ -90,7 +90,7 @@ class Tally:
 
     def take_row(self, row: dict[str, Any]) -> None:
         """Take a row; its time counts from the first work of the run, also if the run was resumed."""
-        if row["kind"] not in METRICS:
+        if row["kind"] not in METRIC_KINDS:
             return self._record(row)
         row = row | {"seconds": self._seconds + max(0.0, row["seconds"] - self._coordinator.began_s)}
         self.last_step = max(self.last_step, row["step"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
+from polytempo.core.system.files import RESULT
 from polytempo.report.status.records import CheckpointSaved, LoggedImage, LoggedText, RunFinished, StreamRecord
 from polytempo.trackers.tracker import TrackedRun
 from polytempo.trackers.words import sentence
@@ -17,7 +18,7 @@ _TAG = "polytempo.identity"
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
 _MOST_VALUE = 5000
 """Characters of a parameter that MLflow takes."""
-_KEPT = ("report.html", "result.json")
+_KEPT = ("report.html", RESULT)
 
 
 class MlflowRun:

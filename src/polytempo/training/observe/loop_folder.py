@@ -72,7 +72,7 @@ class LoopFolder:
             resume = self._resumed_at is not None
             self._stack.enter_context(tracked_loop(self._start, self._trackers, self._out, resumed=resume))
             self._events = self._stack.enter_context(logged(self._out, self._start, resume=resume))
-            writer = MetricsWriter(self._out / "metrics.jsonl", resumed_at=self._resumed_at)
+            writer = MetricsWriter(self._out, resumed_at=self._resumed_at)
             self._writer = self._stack.enter_context(writer)
         return self._writer
 

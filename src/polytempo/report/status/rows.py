@@ -1,0 +1,157 @@
+"""The reader of a run's lines: all rows of `metrics.jsonl`, the last lines of a file, or each line as it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from typing import IO, Any
+
+from polytempo.core.system import files
+from polytempo.core.system.files import METRICS
+from polytempo.core.system.url_path import Place, UrlPath
+
+_NUMBERS = frozenset(
+    {"step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "idle_share", "staleness"}
+    | {"noise_trace", "gradient_square", "noise_scale"}
+)
+"""Entries of rows that readers calculate with."""
+METRIC_KINDS = frozenset({"train", "test"})
+"""Kinds of rows that are metrics of the run; other kinds are the user's own numbers, and checkpoints."""
+_MOST, _SHOWN = 1e300, 40
+_END_BYTES = 1 << 18
+_SEAM_BYTES = 256
+
+
+def read_metrics(run: Place) -> list[dict[str, Any]]:
+    """The rows "train" and "test" of the run in the folder `run`, as in `read_rows`."""
+    return [row for row in read_rows(run) if row.get("kind") in METRIC_KINDS]
+
+
+def read_rows(run: Place) -> list[dict[str, Any]]:
+    """All rows of a run; none where it has no `metrics.jsonl`.
+
+    A last line that a crash cut short is left out. Errors: ValueError for a broken line before it.
+    """
+    path, rows = run / METRICS, list[dict[str, Any]]()
+    lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n") if path.exists() else []
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            check_row(row)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: {error}; remove that line to read the others") from error
+        rows.append(row)
+    return rows
+
+
+def last_rows(run: Place, name: str = METRICS) -> list[dict[str, Any]]:
+    """The rows in the last 256 KiB of a file of the run. Broken lines are left out."""
+    return list(_whole_rows(_end(run / name)))
+
+
+def first_rows(run: Place, name: str = METRICS) -> list[dict[str, Any]]:
+    """The rows in the first 256 KiB of a file of the run. Broken lines are left out."""
+    with suppress(OSError):
+        return list(_whole_rows(files.read(run / name, _END_BYTES)))
+    return []
+
+
+def _end(path: Place) -> bytes:
+    with suppress(OSError):
+        if isinstance(path, UrlPath):
+            return path.read(files.MAX_JSON_BYTES)[-_END_BYTES:]
+        with files.opened(path) as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _END_BYTES))
+            return stream.read(_END_BYTES)
+    return b""
+
+
+def _whole_rows(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            check_row(row)
+            yield row
+
+
+def check_row(row: Any) -> None:
+    """ValueError unless it is a row of metrics: an object of numbers."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for name in _NUMBERS & row.keys():
+        value = row[name]
+        if value is not None and (type(value) not in (int, float) or not abs(value) < _MOST):
+            raise ValueError(f"{name} is {str(value)[:_SHOWN]!r}, and not a number")
+
+
+class RowFollower:
+    """Shows each line of a file of a run once, as a row, while the run goes on.
+
+    Rows from before this object are shown if `earlier`. A resumed run replaces the file: the rows that it keeps are
+    shown. At a URL the file is read whole, at most every `every_s`, and only after its size has changed.
+    """
+
+    def __init__(
+        self,
+        run: Place,
+        show: Callable[[dict[str, Any]], None],
+        every_s: float = 0.0,
+        *,
+        earlier: bool = False,
+        name: str = METRICS,
+    ) -> None:
+        self.path = run / name
+        self._show, self._every_s = show, every_s
+        self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
+        self._seam = b""
+        """The last bytes that were read: where others are at their place, the file was replaced."""
+        self.behind = False
+        """True if the last look left rows for the next one."""
+        if not earlier:
+            with suppress(OSError), self._opened() as (stream, self._file):
+                self._read_bytes = stream.seek(0, os.SEEK_END)
+                stream.seek(-min(self._read_bytes, _SEAM_BYTES), os.SEEK_END)
+                self._seam = stream.read(_SEAM_BYTES)
+
+    def look(self, *, last: bool = False, most_bytes: int | None = None) -> None:
+        """Show the rows since the last look. `last`: look now, without waiting for `every_s`.
+
+        most_bytes: show the rows of so many bytes, and leave the others for the next look. None: all.
+        """
+        now_s = time.monotonic()
+        if now_s < self._look_at_s and not last:
+            return
+        self._look_at_s = now_s + self._every_s
+        with suppress(OSError), self._opened() as (stream, file):  # the next look comes soon
+            stream.seek(self._read_bytes - len(self._seam))
+            if file != self._file or stream.read(len(self._seam)) != self._seam:
+                self._file, self._read_bytes, self._seam = file, 0, b""
+                stream.seek(0)
+            content = stream.read(-1 if most_bytes is None else most_bytes)
+            if most_bytes is not None and b"\n" not in content:
+                content += stream.readline()
+            self.behind = bool(stream.read(1))
+            whole_lines, newline, _ = content.rpartition(b"\n")
+            self._read_bytes += len(whole_lines) + len(newline)
+            self._seam = (self._seam + whole_lines + newline)[-_SEAM_BYTES:]
+            for line in whole_lines.split(b"\n") if newline else []:
+                self._show(json.loads(line))
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[IO[bytes], int]]:
+        """The file, and a number that is another one after it was replaced."""
+        if isinstance(self.path, UrlPath):
+            unchanged = self.path.size() == self._read_bytes
+            read = bytes(self._read_bytes - len(self._seam)) + self._seam
+            yield BytesIO(read if unchanged else self.path.read(files.MAX_JSON_BYTES)), 0
+            return
+        with files.opened(self.path) as stream:
+            yield stream, os.fstat(stream.fileno()).st_ino
