@@ -132,6 +132,19 @@ def test_the_first_that_fails_ends_the_others_and_its_status_is_the_commands(tmp
     assert not still_runs(tmp_path / "pid-1")
 
 
+STAYS = FAILS.replace("signal.pause()", "[signal.pause() for _ in range(9)]").replace(
+    "import os, signal, sys", "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: None)"
+)
+
+
+def test_an_unended_line_of_a_rank_that_has_to_be_killed_is_there(tmp_path: Path) -> None:
+    """The process that forwards its output is killed with it, and has the line from before."""
+    code, out, error = horovodrun(tmp_path, STAYS, "-np", "2", "--fusion-threshold-mb", "3")
+    assert code == 3, error
+    assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:fusion {3 << 20}" for rank in range(2)]
+    assert not still_runs(tmp_path / "pid-1")
+
+
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     code, _, error = horovodrun(tmp_path, INTERRUPTS, "-np", "2")
     assert (code, error.splitlines()[-1]) == (130, "interrupted"), error

@@ -17,8 +17,6 @@ import msgspec
 from polytempo.core.system.url_path import place
 from polytempo.report.status.records import (
     Logged,
-    LoggedImage,
-    LoggedText,
     RunFinished,
     RunStarted,
     StreamRecord,
@@ -32,7 +30,6 @@ from polytempo.trackers.tracker import TrackedRun, Tracker, scalars
 EVERY_S = 1.0
 """Seconds between two looks at the run's folder."""
 _MOST_SAID = 300
-_Step = Logged | LoggedText | LoggedImage
 
 
 class TrackerFeed:

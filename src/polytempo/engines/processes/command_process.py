@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -82,21 +83,19 @@ def perform_command(run: CommandRun, name: str, environment: Mapping[str, str]) 
     except OSError as error:
         _say(f"[{name}]<stderr>:cannot run {run.words[0]} in {run.folder}: {error}\n".encode())
         return {"code": _NOT_STARTED}
-    signal.signal(signal.SIGTERM, lambda number, frame: _pass_on(process, number))
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    readers = [
-        threading.Thread(target=_relay, args=(stream, f"[{name}]<{kind}>:".encode()), daemon=True)
+    relays = [
+        _Relay(stream, f"[{name}]<{kind}>:".encode())
         for stream, kind in ((process.stdout, "stdout"), (process.stderr, "stderr"))
     ]
-    for reader in readers:
-        reader.start()
+    signal.signal(signal.SIGTERM, lambda number, frame: _pass_on(process, number, relays))
     with suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(run.input.encode())
     code = _watched(process, held_path(Path(tempfile.gettempdir()), own))
-    for reader in readers:
-        reader.join(_REST_S)
+    for relay in relays:
+        relay.join(_REST_S)
     return {"code": code, **_answer(answer)}
 
 
@@ -132,15 +131,58 @@ def _answer(path: Path) -> dict[str, str]:
         path.unlink()
 
 
-def _pass_on(process: subprocess.Popen[bytes], number: int) -> None:
+class _Relay(threading.Thread):
+    """Forwards the output of a command by lines, from a thread of its own, which it starts."""
+
+    def __init__(self, stream: IO[bytes], prefix: bytes) -> None:
+        super().__init__(daemon=True)
+        self._stream, self._prefix = stream, prefix
+        self._rest, self._ended = b"", False
+        self._lock = threading.RLock()  # a signal may arrive in `empty`
+        os.set_blocking(stream.fileno(), False)
+        self._text = select.poll()
+        self._text.register(stream)
+        self.start()
+
+    def run(self) -> None:
+        """Forward lines until the command has closed its output."""
+        while not self._ended:
+            self._text.poll()
+            self._take()
+        self._stream.close()
+
+    def empty(self) -> None:
+        """Forward all that the command has written, also half a line: this process may be killed soon."""
+        with self._lock:
+            while not self._ended and self._take():
+                pass
+            self._say_rest()
+
+    def _take(self) -> bool:
+        """Forward the whole lines of the next text; False if there is none."""
+        with self._lock:
+            text = None
+            with suppress(BlockingIOError):  # the other thread has read it
+                text = os.read(self._stream.fileno(), _LINE_BYTES)
+            *lines, self._rest = (self._rest + (text or b"")).split(b"\n")
+            for line in lines:
+                _say(self._prefix + line + b"\n")
+            self._ended = text == b""
+            if self._ended or len(self._rest) >= _LINE_BYTES:
+                self._say_rest()
+            return bool(text)
+
+    def _say_rest(self) -> None:
+        if self._rest:
+            _say(self._prefix + self._rest + b"\n")
+            self._rest = b""
+
+
+def _pass_on(process: subprocess.Popen[bytes], number: int, relays: Sequence[_Relay]) -> None:
+    for relay in relays:
+        relay.empty()
     with suppress(ProcessLookupError):
         process.send_signal(number)
-
-
-def _relay(stream: IO[bytes], prefix: bytes) -> None:
-    with stream:
-        while line := stream.readline(_LINE_BYTES):
-            _say(prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
 
 
 def _say(line: bytes) -> None:

@@ -28,7 +28,7 @@ from polytempo.training.hooks.step_hooks import StepChecks, StepHooks
 from polytempo.training.hooks.weak_hook import WeakHook
 from polytempo.training.model.ownership import Ownership, called_modules
 from polytempo.training.model.ports import Ports
-from polytempo.training.observe.loop_folder import LoopLog
+from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
@@ -36,7 +36,7 @@ from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.worlds import ProcessWorld
 
 
-class Handle:
+class Handle(LoggingHandle):
     """The answer of `attach`: the replica, the hooks, and methods to pause, join, score, save and end."""
 
     def __init__(
@@ -52,8 +52,7 @@ class Handle:
         self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
         """True while the hooks are on."""
-        self.loop_log = LoopLog()
-        """The loop's folder, where `attach` was given one."""
+        super().__init__()
         self.callbacks: LoopCallbacks | None = None
         """The loop's callbacks, where `attach` was given some."""
         self.threaded: ThreadedModel | None = None
@@ -223,23 +222,6 @@ class Handle:
         Without a loss scale it is the loss.
         """
         return self.replica.scaled(loss)
-
-    # ------------------------------------------------------------------ logging
-
-    def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
-        """Write numbers of your own into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
-
-        See `pt.log`. `step`: by default the optimizer steps so far.
-        """
-        self.loop_log.log.log({**(values or {}), **numbers}, step)
-
-    def log_text(self, name: str, text: str, *, step: int | None = None) -> None:
-        """Write a text there; see `training.log_text`."""
-        self.loop_log.log.log_text(name, text, step)
-
-    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
-        """Write a picture there; see `training.log_image`."""
-        self.loop_log.log.log_image(name, image, step)
 
     # ------------------------------------------------------------------ callbacks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -109,3 +109,26 @@ class LoopLog:
             self._log.end()
         if self._folder is not None:
             self._folder.close()
+
+
+class LoggingHandle:
+    """The part of an attached loop's handle that logs."""
+
+    def __init__(self) -> None:
+        self.loop_log = LoopLog()
+        """The loop's folder, where `attach` was given one."""
+
+    def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
+        """Write numbers of your own into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
+
+        Rank 0's are written; see `pt.log`. `step`: by default the optimizer steps so far.
+        """
+        self.loop_log.log.log({**(values or {}), **numbers}, step)
+
+    def log_text(self, name: str, text: str, *, step: int | None = None) -> None:
+        """Write a text there; see `training.log_text`."""
+        self.loop_log.log.log_text(name, text, step)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
+        """Write a picture there; see `training.log_image`."""
+        self.loop_log.log.log_image(name, image, step)

@@ -8,7 +8,7 @@ the epoch's end            every batch of it is in the server's weights, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.branches import ThreadedModel
 from polytempo.spec.precision import Precision
 from polytempo.training.model.ownership import Ownership
-from polytempo.training.observe.loop_folder import LoopLog
+from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.own_loop.loop_facts import facts_of_loop
 from polytempo.training.own_loop.served_step import ServedStep
@@ -31,7 +31,7 @@ from polytempo.training.precision.masters import clip_alone, masters_of
 from polytempo.worlds import ProcessWorld
 
 
-class ServedHandle:
+class ServedHandle(LoggingHandle):
     """The answer of `attach` for a strategy with a parameter server. Its processes start with the first epoch."""
 
     def __init__(
@@ -49,8 +49,7 @@ class ServedHandle:
         self._start, self._allow_nan = start, allow_nan
         self.attached = True
         """True while the hooks are on."""
-        self.loop_log = LoopLog()
-        """The loop's folder, where `attach` was given one."""
+        super().__init__()
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self._masters = masters_of(model, optimizer, precision)
@@ -142,23 +141,6 @@ class ServedHandle:
                 yield
         finally:
             self._step.lends = False
-
-    # ------------------------------------------------------------------ logging
-
-    def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
-        """Write numbers of rank 0 into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
-
-        See `pt.log`. `step`: by default the optimizer steps so far.
-        """
-        self.loop_log.log.log({**(values or {}), **numbers}, step)
-
-    def log_text(self, name: str, text: str, *, step: int | None = None) -> None:
-        """Write a text there; see `training.log_text`."""
-        self.loop_log.log.log_text(name, text, step)
-
-    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
-        """Write a picture there; see `training.log_image`."""
-        self.loop_log.log.log_image(name, image, step)
 
     # ------------------------------------------------------------------ saving and ending
 
