@@ -98,6 +98,25 @@ def device_number(device: str, local: int) -> int:
     return int(number) if number else local % count
 
 
+def device_name(device: torch.device) -> str:
+    """The device's own name, such as "NVIDIA H100"; its kind where torch has none. Begins to use the device."""
+    found = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return str(found(device)) if found is not None else device.type
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True if an allocation on a device has failed: the error, or the error behind it."""
+    return any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device's memory; 0 where torch does not say. Begins to use the device."""
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return 0
+
+
 def visible_devices() -> list[str]:
     """Names of the devices that this process may use, equal for two processes of a host where the device is the same.
 
@@ -360,9 +379,14 @@ class DeviceCopy:
         stream, here = side_stream(device), current_stream(device)
         with stream:
             self.tensor = self._pinned.to(device, non_blocking=True)
-            there = stream.record_event()
-        here.wait_event(there)
+            self._there = stream.record_event()
+        here.wait_event(self._there)
         self.tensor.record_stream(here)
+
+    @property
+    def done(self) -> bool:
+        """True if the device has read the host's memory."""
+        return self._there.query()
 
 
 def copied_back(given: Sequence[Tensor], targets: Sequence[Tensor]) -> torch.Event:

@@ -16,7 +16,6 @@ from laws.catalogue import GROUPED, HELPED, PARTED, ROWS, SERVED, STAGED, Row, r
 from laws.combination_runs import STEPS, job_of, options_of, strategy_of, workers_of
 from laws.combinations import OWN, Combination, covering, refusal
 from laws.combinations import SERVED as SERVED_FAMILIES
-from laws.combinations import STAGED as STAGED_LAYOUTS
 from polytempo.core import PolytempoError
 from polytempo.engines.local_engine import launch
 from polytempo.runs.frame import run_page
@@ -26,8 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 BROKEN_OFF_AT = 4
 COVERING = [row for row in covering() if row.loop not in OWN and row.world == "processes"]
-ONE_COPY, SERVED_STAGES = "PT1901", "PT1903"
-"""Refusals on a device: of one copy of the weights in the memory of the host, and of a parameter server for stages."""
+ONE_COPY = "PT1901"
+"""The refusal of one copy of the weights, which is in the memory of the host."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +103,7 @@ def test_every_strategy_ends_with_the_cpus_result(device: str, row: Row) -> None
 @pytest.mark.parametrize("row", COVERING, ids=str)
 def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) -> None:
     """The result is the CPU's simulation, also where it is broken off and resumed."""
-    words = refused_on_device(row) or refusal(row._asdict())
+    words = ONE_COPY if row.layout == "one_copy" else refusal(row._asdict())
     if words is not None:
         with pytest.raises((ValueError, PolytempoError), match="|".join(filter(None, [words, refusal(row._asdict())]))):
             pt.run(job_of(row), strategy_of(row), workers_of(row), **options_of(row), device=device)
@@ -122,13 +121,6 @@ def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) ->
         assert found.loss == pytest.approx(expected[1], rel=1e-5)
     else:
         check(device, facts(found), expected)
-
-
-def refused_on_device(row: Combination) -> str | None:
-    """The code of the refusal."""
-    if row.layout == "one_copy":
-        return ONE_COPY
-    return SERVED_STAGES if row.family in SERVED_FAMILIES and row.layout in STAGED_LAYOUTS else None
 
 
 def simulated(row: Combination) -> list[Any]:

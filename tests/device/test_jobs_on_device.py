@@ -80,6 +80,8 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "slices": ("sync_sgd(route=invariant)", 2, {}),
     "parameter server": ("async_sgd()", 1, {}),
     "elastic averaging": ("easgd(period=2)", 1, {}),
+    "stages with parameter servers": ("one_f_one_b(stages=2, inner=async_sgd())", 2, {}),
+    "late stages with parameter servers": ("pipedream(stages=2, inner=async_sgd())", 2, {}),
 }
 
 

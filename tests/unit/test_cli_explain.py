@@ -113,7 +113,11 @@ def test_every_strategy_can_be_explained(capsys: pytest.CaptureFixture[str], nam
         ("async_sgd", "cuda", ["a push is copied to pinned memory: 38.4 kB, 1 copy; the shards are on the host"]),
         ("gpipe(stages=2)", "cuda", ["activations and their gradients go through the host"]),
         ("hogwild", "cuda", ["refused (PT1901): "]),
-        ("pipedream(stages=2, inner=async_sgd())", "cuda", ["refused (PT1903): "]),
+        (
+            "pipedream(stages=2, inner=async_sgd())",
+            "cuda",
+            ["a push is copied to pinned memory", "activations and their gradients"],
+        ),
     ],
 )
 def test_the_way_on_a_device(capsys: pytest.CaptureFixture[str], strategy: str, device: str, lines: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from polytempo.cluster.cluster import Cluster, CollectiveLink, Crash, Fault, Link, Pause
 from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
+from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
 from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
 from polytempo.cluster.stragglers import Stragglers, constant, exponential, lognormal, occasional, slow_host, uniform
@@ -11,6 +12,7 @@ __all__ = [
     "CollectiveLink",
     "CorrelatedStragglers",
     "Crash",
+    "DeviceSpeeds",
     "Fault",
     "JobPace",
     "KernelSpeed",

@@ -10,6 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from polytempo.cluster.computing_time import MESSAGE, KernelSpeed, Speeds
+from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Cluster:
     """Speeds of measured kernels; None: `flops_per_s` is for everything."""
     server_speeds: Speeds | None = None
     """Speeds of servers; None: `speeds`."""
+    device: DeviceSpeeds | None = None
+    """The devices of a host, if they were measured; see `on_device`."""
+    computes_on: str = ""
+    """The kind of the device that workers compute on; "": on the host."""
     collectives: tuple[tuple[str, CollectiveLink], ...] = ()
     """Rates of the world's own collectives, by place and kind (`memory all_reduce`, `network all_gather`, …), if they
     differ from the rates of messages. Kinds that are not named go by `network` and `memory`."""
@@ -97,6 +102,32 @@ class Cluster:
         if self.speeds is None:
             raise ValueError(f"{self.name} has one speed for everything; `polytempo calibrate` measures kernels")
         return replace(self, speeds=self.speeds.with_kernel(kernel, speed))
+
+    def on_device(self) -> Cluster:
+        """The cluster with workers that compute on the measured device: its kernels in place of the host's.
+
+        Servers, messages, and the work of a step around its kernels stay the host's. Cores of the host are not counted.
+        """
+        if self.device is None or self.speeds is None or self.computes_on:
+            return self
+        own, measured = dict(self.speeds.kernels), dict(self.device.speeds.kernels)
+        speeds = Speeds(tuple(sorted((own | measured).items())))  # a job's pace was measured on the host
+        flop_s = speeds.of("product").flop_s
+        return replace(
+            self,
+            speeds=speeds,
+            server_speeds=self.server_speeds or self.speeds,
+            flops_per_s=1 / flop_s if flop_s else self.flops_per_s,
+            server_flops_per_s=self.server_flops_per_s or self.flops_per_s,
+            cores=None,
+            computes_on=self.device.kind,
+            name=f"{self.name}, {self.device.name}",
+        )
+
+    def staged(self, workers: int) -> bool:
+        """True if tensors of so many workers go through the host's memory, because they share devices."""
+        here = min(workers, self.workers_per_host)
+        return bool(self.computes_on) and self.device is not None and workers > 1 and self.device.staged(here)
 
     @property
     def handles_messages(self) -> bool:

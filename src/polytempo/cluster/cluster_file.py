@@ -3,6 +3,7 @@
 [network] [memory]      latency_s, bytes_per_s, duplex             `Cluster.network`, `Cluster.memory`
 [host]                  workers, flops_per_s, cores, …
 [[kernels]]             name, call_s, byte_s, flop_s, error        `Cluster.speeds`; [[server_kernels]] likewise
+[device]                kind, name, memory_bytes, …                `Cluster.device`; [[device_kernels]] as [[kernels]]
 [[jobs]]                name, parameters, pace, workers            `Cluster.speeds.jobs`
 [[collectives]]         name, bytes_per_s, sizes, latencies_s      `Cluster.collectives`; one latency_s before version 4
 [stragglers]            quantiles, correlation                     `measured_steps`; [busy_stragglers] likewise
@@ -25,6 +26,7 @@ from msgspec import Meta
 
 from polytempo.cluster.cluster import Cluster, CollectiveLink, Link
 from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
+from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps
 from polytempo.cluster.stragglers import constant
 
@@ -69,6 +71,15 @@ class _Kernel(msgspec.Struct):
     byte_s: _NotNegative
     flop_s: _NotNegative
     error: _NotNegative
+
+
+class _Device(msgspec.Struct):
+    kind: str
+    name: str
+    devices: _Count
+    workers: _Count
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    backend: str = ""
 
 
 class _Job(msgspec.Struct):
@@ -118,6 +129,8 @@ class _Tables(msgspec.Struct):
     name: str = "measured"
     kernels: tuple[_Kernel, ...] = ()
     server_kernels: tuple[_Kernel, ...] = ()
+    device: _Device | None = None
+    device_kernels: tuple[_Kernel, ...] = ()
     jobs: tuple[_Job, ...] = ()
     collectives: tuple[_Collective, ...] = ()
     stragglers: _Steps | None = None
@@ -140,6 +153,7 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         server_flops_per_s=host.server_flops_per_s,
         speeds=_speeds(tables.kernels, tables.jobs, where),
         server_speeds=_speeds(tables.server_kernels, (), where),
+        device=_device(tables, where),
         collectives=tuple((each.name, _collective(each, where)) for each in tables.collectives),
         stragglers=_stragglers(tables.stragglers, f"{where}: [stragglers]") or constant(),
         busy_stragglers=_stragglers(tables.busy_stragglers, f"{where}: [busy_stragglers]"),
@@ -187,6 +201,16 @@ def _speeds(kernels: tuple[_Kernel, ...], jobs: tuple[_Job, ...], where: str) ->
     speeds = tuple((each.name, KernelSpeed(each.call_s, each.byte_s, each.flop_s, each.error)) for each in kernels)
     paces = tuple(JobPace(each.name, each.parameters, each.pace, each.workers) for each in jobs)
     return _made(where, lambda: Speeds(speeds, paces))
+
+
+def _device(tables: _Tables, where: str) -> DeviceSpeeds | None:
+    speeds, table = _speeds(tables.device_kernels, (), where), tables.device
+    if (table is None) != (speeds is None):
+        raise ValueError(f"{where}: [device] and [[device_kernels]] belong together; write both, or measure again")
+    if table is None or speeds is None:
+        return None
+    given = {"memory_bytes": table.memory_bytes, "devices": table.devices, "workers": table.workers}
+    return _made(where, lambda: DeviceSpeeds(table.kind, table.name, speeds, backend=table.backend, **given))
 
 
 def _collective(table: _Collective, where: str) -> CollectiveLink:

@@ -6,7 +6,7 @@
 
 A `Cluster` has hosts of equal shape, so it has the medians of the measurements; the file lists every link and host
 beside them, for people, and how much measurements vary. The tables `network`, `memory`, `host`, `kernels`,
-`collectives` and `stragglers` are read, and may be edited.
+`device`, `collectives` and `stragglers` are read, and may be edited.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import NamedTuple
 from polytempo.cluster.cluster import Cluster, Link
 from polytempo.cluster.cluster_file import END, FORMAT, VERSION
 from polytempo.cluster.slow_spells import CorrelatedStragglers, steps_of
+
+_DEVICE = ("kind", "name", "devices", "workers", "memory_bytes", "backend")
+"""Keys of the table [device]."""
 
 
 class MeasuredLink(NamedTuple):
@@ -128,7 +131,12 @@ def _link(link: Link) -> list[str]:
 
 def _tables(cluster: Cluster) -> list[str]:
     lines: list[str] = []
-    for name, speeds in (("kernels", cluster.speeds), ("server_kernels", cluster.server_speeds)):
+    device = cluster.device
+    if device is not None:
+        lines += ["", "[device]  # of each host", *(f"{key} = {json.dumps(getattr(device, key))}" for key in _DEVICE)]
+    of_device = None if device is None else device.speeds
+    given = {"kernels": cluster.speeds, "server_kernels": cluster.server_speeds, "device_kernels": of_device}
+    for name, speeds in given.items():
         for kernel, speed in () if speeds is None else speeds.kernels:
             lines += ["", f"[[{name}]]", f"name = {json.dumps(kernel)}"]
             lines += [f"{key} = {value!r}" for key, value in speed._asdict().items()]

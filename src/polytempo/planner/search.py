@@ -21,10 +21,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 
+import torch
+
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
+from polytempo.device import out_of_memory
 from polytempo.planner.forecast import DRAWS, RunForecast, Uncertainty, forecast, uncertainty_of
 from polytempo.planner.front import PlanLimits, chance, front, ranked, reversal, runner_up
 from polytempo.planner.plan import RunPlan
@@ -68,17 +71,20 @@ def plan_run(
     spread: Mapping[str, float] | None = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
+    device: str = "auto",
 ) -> RunPlan:
     """The plan for `job` to reach `until`, such as `{"accuracy": 0.97}`, on `cluster`, among the runs of `space`.
 
     A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
     search, and the plan has the findings so far; without any it is raised again. `spread`: the spread of the cluster's
-    measurements (`cluster.cluster_file.read_spread`).
+    measurements (`cluster.cluster_file.read_spread`). `device`: the place of the trials' gradients; a trial that does
+    not fit into its memory has not reached the target.
 
     Errors: ValueError for a target without a score of the job, an unknown strategy, and if no run is left.
     """
     began_s = time.perf_counter()
-    search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertainty_of(cluster, spread or {}))
+    uncertain = uncertainty_of(cluster, spread or {})
+    search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertain, device=device)
     interrupted = _search_ends_early(search)
     forecasts = search.forecasts()
     order = ranked(forecasts, limits)
@@ -139,9 +145,10 @@ class _Search:
         say: Callable[[str], None],
         *,
         uncertain: Uncertainty,
+        device: str,
     ) -> None:
         self.pricer = Pricer(job, data, cluster)
-        self._tried_by = Trials(self.pricer.job, None, cluster, until, seed)
+        self._tried_by = Trials(self.pricer.job, None, cluster, until, seed, device)
         self._seed, self._say, self._uncertain = seed, say, uncertain
         self._runs, self.left_out = space.runs()
         self.prices: dict[PlannedRun, RunPrice] = {}
@@ -314,12 +321,20 @@ class _Search:
 
 
 class Trials:
-    """The trials of one job, cluster and target."""
+    """The trials of one job, cluster and target. `device`: the place of their gradients."""
 
-    def __init__(self, job: Job, data: Path | None, cluster: Cluster, until: Mapping[str, float], seed: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        data: Path | None,
+        cluster: Cluster,
+        until: Mapping[str, float],
+        seed: int,
+        device: str = "auto",
+    ) -> None:
         held = data_of(job, data)
         _check_target(job, held.test is not None, until)
-        self.job, self._cluster, self._until, self._seed = job, cluster, until, seed
+        self.job, self._cluster, self._until, self._seed, self._device = job, cluster, until, seed, device
         self.num_samples = check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
 
     def run(self, family: str, workers: int, batch_size: int, number: int, most_samples: float) -> SamplesTrial:
@@ -330,13 +345,15 @@ class Trials:
         strategy, seed = parse_strategy(family), self._seed + number
         global_batch = workers // strategy.holders * batch_size
         epochs = max(1.0, most_samples / self.num_samples)
-        options = RunOptions(batch_size=batch_size, epochs=epochs, until=self._until, seed=seed, threads=1)
+        options = RunOptions(
+            batch_size=batch_size, epochs=epochs, until=self._until, seed=seed, threads=1, device=self._device
+        )
         between = self.between_scores(PlannedRun(family, workers, batch_size, workers // strategy.holders))
         try:
             result = simulate(self.job, strategy, workers, self._cluster, options)
-        except JobFailed:
-            raise
-        except PolytempoError as error:
+        except (PolytempoError, torch.OutOfMemoryError) as error:
+            if isinstance(error, JobFailed) and not out_of_memory(error):
+                raise
             most, why = round(epochs * self.num_samples), str(error).partition("\n")[0]
             return SamplesTrial(family, workers, batch_size, global_batch, seed, most, most, reached=False, failed=why)
         samples, reached = result.samples, bool(result.reached)

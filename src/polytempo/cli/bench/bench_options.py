@@ -11,7 +11,16 @@ from msgspec import Meta
 
 from polytempo.cli.options import values
 from polytempo.cli.options.network_options import network_of
-from polytempo.cli.options.shared_options import OPTIONS, BatchSize, Data, GlobalBatchSize, Job, Json, Seed
+from polytempo.cli.options.shared_options import (
+    OPTIONS,
+    BatchSize,
+    Data,
+    Device,
+    GlobalBatchSize,
+    Job,
+    Json,
+    Seed,
+)
 from polytempo.spec.table.option import Count, Option, Positive, entries
 
 MEASURED = (
@@ -143,6 +152,7 @@ class TuneBatchOptions:
     """Samples that the batch may cost beyond the cost of small ones. Default: 0.1, 10 %."""
     budget: Annotated[Positive, Option(OPTIONS, "R")] = 0.75
     """The most that the advice may cost, in runs of the job's epochs. Default: 0.75."""
+    device: Device = "auto"
     seed: Seed = 0
     data: Data = None
     json: Json = False

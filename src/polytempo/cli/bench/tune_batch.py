@@ -10,7 +10,10 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.data.shard import DataShard
 from polytempo.large_batch import speed_up
 from polytempo.spec.job_calls import data_of
+from polytempo.spec.run_options import RunOptions
+from polytempo.strategies import sync_sgd
 from polytempo.training.job.context import check_length
+from polytempo.training.model.run_device import run_device
 from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 
 
@@ -19,7 +22,9 @@ def tune_batch(asked: TuneBatchOptions) -> None:
     job = found_job(asked.job)
     with notes_on_stderr():
         held = data_of(job, asked.data)
-        found = advise_batch(job, held, workers=asked.workers, extra=asked.extra, budget=asked.budget, seed=asked.seed)
+        device = run_device(RunOptions(device=asked.device), sync_sgd(), local=0)
+        workers, extra, budget, seed = asked.workers, asked.extra, asked.budget, asked.seed
+        found = advise_batch(job, held, workers=workers, extra=extra, budget=budget, seed=seed, device=device)
         epochs = found.samples / check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
     command = _command(asked, found)
     if asked.json:
@@ -38,6 +43,7 @@ def tune_batch(asked: TuneBatchOptions) -> None:
 
 def _command(asked: TuneBatchOptions, found: BatchAdvice) -> str:
     given = "" if asked.data is None else f" --data {asked.data}"
+    given += "" if asked.device == "auto" else f" --device {asked.device}"
     batch = f"--workers {found.workers} --global-batch-size {found.global_batch_size}"
     return f"polytempo train {asked.job}{given} {batch} --lr {found.lr:.3g}"
 

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polytempo.cli.options.show import size
-from polytempo.core import Strategy, native
+from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of
 from polytempo.core.cost import Exchange
 from polytempo.device import HOST, accelerator_kind, backend_name, backend_of, num_devices
 from polytempo.spec.explanation import Explanation
-
-_GATHERS = ("all_gather", "merged(", "peer_models")
+from polytempo.training.step.host_copies import GATHERS, HostCopies, copies, is_native
 
 
 class DeviceWays(NamedTuple):
@@ -38,16 +37,6 @@ class DeviceWays(NamedTuple):
         return (True, False) if self.devices is None else (workers <= self.devices,)
 
 
-class HostCopies(NamedTuple):
-    """Copies of one worker in one exchange."""
-
-    to_host: float
-    """Bytes."""
-    from_host: float
-    number: float
-    """Copies both ways together."""
-
-
 def device_ways(device: str) -> DeviceWays | None:
     """The ways for an option `device`; None for the CPU."""
     here = accelerator_kind()
@@ -62,29 +51,6 @@ def between_workers(kind: str) -> str:
     """The way of tensors between workers on the accelerator of this machine."""
     sums = backend_of(kind)
     return f"by {sums} where each worker has a device of its own, else through the host" if sums else "through the host"
-
-
-def copies(exchange: Exchange, workers: int) -> HostCopies:
-    """The copies through the host where workers share devices, or send to a server.
-
-    Formulas with K bytes of tensors (or wires) of a worker, N workers and S bytes that the busiest worker sends: a
-    native sum K and K; a gather K and N K; stripes K and 2 K - K/N; messages S, and about as many back.
-    """
-    sent = exchange.sent
-    if exchange.server:
-        each = sent.payload_bytes / workers
-        return HostCopies(each, 0, 1) if exchange.server == "push" else HostCopies(0, each, 1)
-    if workers < 2:
-        return HostCopies(0, 0, 0)
-    if exchange.by.startswith(_GATHERS):
-        own = sent.busiest_bytes / (workers - 1)
-        return HostCopies(own, workers * own, 1 + workers)
-    own = sent.busiest_bytes * workers / (2 * (workers - 1))
-    if exchange.by == "reduce_scatter":
-        return HostCopies(own, own * (2 - 1 / workers), 3 * workers - 1)
-    if _is_native(exchange):
-        return HostCopies(own, own, 2 * max(1, len(exchange.sums)))
-    return HostCopies(sent.busiest_bytes, sent.busiest_bytes, 2 * max(1, round(sent.messages / workers)))
 
 
 def device_lines(ways: DeviceWays, strategy: Strategy, found: Explanation) -> Iterator[str]:
@@ -125,11 +91,6 @@ def as_data(ways: DeviceWays, strategy: Strategy, found: Explanation) -> dict[st
     return {**ways._asdict(), "a_device_each": own, "refused": refused, "through_the_host": exchanges}
 
 
-def _is_native(exchange: Exchange) -> bool:
-    """True for sums that the group performs."""
-    return exchange.by == "native" or (bool(exchange.sums) and all(each.route is native for each in exchange.sums))
-
-
 class _Names(dict[str, object]):
     def __missing__(self, name: str) -> str:
         return name
@@ -142,7 +103,7 @@ def _who(own: bool, ways: DeviceWays) -> str:
 
 
 def _way(own: bool, ways: DeviceWays, exchange: Exchange, each: HostCopies) -> str:
-    collective = _is_native(exchange) or exchange.by == "reduce_scatter" or exchange.by.startswith(_GATHERS)
+    collective = is_native(exchange) or exchange.by == "reduce_scatter" or exchange.by.startswith(GATHERS)
     if own:
         return (
             f"by {ways.backend}{'' if collective else ', messages of a round in one batch'}, no copy through the host"

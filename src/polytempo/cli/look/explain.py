@@ -20,6 +20,7 @@ from polytempo.core.cost import Reason
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
+from polytempo.runs.simulated.asked_device import here, on_asked_device, on_suited_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulation_checks import needs_values
 from polytempo.spec.explanation import Explanation, Planned, Traffic
@@ -62,7 +63,7 @@ def explain(asked: ExplainOptions) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, asked.workers, model)
-    times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster)
+    times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster, asked.device)
     ways = device_ways(asked.device)
     if asked.json:
         on_device = {} if ways is None else {"device": device_ways_as_data(ways, made, found)}
@@ -81,15 +82,15 @@ def explain(asked: ExplainOptions) -> None:
         print(f"\na step on {times['cluster']}\n  {took:.3g} ms, {share:.0%} of them in communication")
 
 
-def _step_times(strategy: Strategy, workers: int, job: str, cluster: str) -> dict[str, Any]:
+def _step_times(strategy: Strategy, workers: int, job: str, cluster: str, device: str) -> dict[str, Any]:
     """Times of a simulation of some steps without computing; with computing if the strategy needs it."""
-    described, made = parse_cluster(cluster), found_job(job)
+    described, made = on_asked_device(parse_cluster(cluster), device), found_job(job)
     say_beyond_measured(cluster, workers)
     with notes_on_stderr():
         meta = not needs_values(strategy, RunOptions(steps=_STEPS))
-        found = simulate(made, strategy, workers, described, steps=_STEPS, meta=meta)
+        found = simulate(made, strategy, workers, described, steps=_STEPS, meta=meta, device=here(device))
     return {
-        "cluster": described.name,
+        "cluster": on_suited_device(described, strategy).name,
         "step_s": found.seconds / found.steps,
         "communication_share": found.communication_share,
     }

@@ -10,6 +10,7 @@ from polytempo.cli.predict.measure import check_cluster_file, link_text, price_i
 from polytempo.cli.predict.prediction_options import CalibrateOptions
 from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
 from polytempo.cluster.cluster_file import JOB
+from polytempo.cluster.device_speeds import FROM_HOST, PAGEABLE, TO_HOST, DeviceSpeeds
 from polytempo.cluster.measured import to_toml
 from polytempo.core.system import files
 from polytempo.engines.engine import parse_engine
@@ -39,7 +40,7 @@ def calibrate(asked: CalibrateOptions) -> None:
             options = RunOptions(batch_size=asked.batch_size, data=asked.data)
             spec = RunSpec.of(found_job(asked.job), NO_EXCHANGE, workers, options)
             rehearse([spec])  # its errors come before a minute of measuring
-        found = calibrated(setup, asked.engine, workers)
+        found = calibrated(setup, asked.engine, workers, asked.device)
         if spec is not None:
             known = with_pace(found.cluster, setup, spec.job, workers, spec.options)
             found = found._replace(cluster=known.cluster, spread=found.spread | {JOB: known.error})
@@ -64,12 +65,21 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     speeds = dict(cluster.speeds.kernels) if cluster.speeds is not None else {}
     rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
     rows.append(("kernels", f"{len(speeds)}, which the file lists"))
+    rows += [] if cluster.device is None else _device_rows(cluster.device)
     rows += [
         (f"steps of {each.job}, {each.workers} workers", f"{each.pace:.2f} of what the kernels say")
         for each in _jobs(found)
     ]
     rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
     return rows
+
+
+def _device_rows(device: DeviceSpeeds) -> list[tuple[str, str]]:
+    memory = f", {device.memory_bytes / 1e9:.1f} GB each" if device.memory_bytes else ""
+    rows = [("device", f"{device.devices} of {device.name} ({device.kind}){memory}, {device.workers} processes a host")]
+    kernels = dict(device.speeds.kernels)
+    shown = (*_SHOWN, TO_HOST, FROM_HOST, TO_HOST + PAGEABLE, FROM_HOST + PAGEABLE)
+    return rows + [(f"{kernel}, device", _kernel(kernels[kernel])) for kernel in shown if kernel in kernels]
 
 
 def _collective_text(link: CollectiveLink) -> str:
@@ -94,6 +104,10 @@ def _kernel(speed: KernelSpeed) -> str:
     return ", ".join(parts)
 
 
+def _plain_device(device: DeviceSpeeds) -> dict[str, object]:
+    return vars(device) | {"speeds": {name: speed._asdict() for name, speed in device.speeds.kernels}}
+
+
 def _plain(path: Path, found: Calibration) -> dict[str, object]:
     cluster = found.cluster
     return {
@@ -104,6 +118,7 @@ def _plain(path: Path, found: Calibration) -> dict[str, object]:
         "memory": vars(cluster.memory),
         "collectives": {name: vars(link) for name, link in cluster.collectives},
         "kernels": {name: speed._asdict() for name, speed in (cluster.speeds.kernels if cluster.speeds else ())},
+        "device": None if cluster.device is None else _plain_device(cluster.device),
         "jobs": [each._asdict() for each in _jobs(found)],
         "spread": found.spread,
     }

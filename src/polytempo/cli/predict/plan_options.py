@@ -18,6 +18,7 @@ from polytempo.cli.options.shared_options import (
     BatchSize,
     Cluster,
     Data,
+    Device,
     GlobalBatchSize,
     Job,
     Json,
@@ -149,7 +150,8 @@ class PlanOptions:
     parts: Numbers = None
     """Parts of split layers. Default: no layer is split."""
     memory_gb: Annotated[Positive | None, Option(OPTIONS, "GB")] = None
-    """The most memory of a worker."""
+    """The most memory of a worker. Default: its part of the device, if the cluster's file has one."""
+    device: Device = "auto"
     deadline_s: Annotated[Positive | None, Option(OPTIONS, "S")] = None
     """The most seconds. Alone: the cheapest run within them is chosen."""
     budget: Annotated[Positive | None, Option(OPTIONS, "M")] = None

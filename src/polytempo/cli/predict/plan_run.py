@@ -25,6 +25,7 @@ from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.runs import plural
 from polytempo.report.saved_plan import write_plan
+from polytempo.runs.simulated.asked_device import here, on_asked_device
 from polytempo.spec.job import Job
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.catalogue import parse_cluster
@@ -37,8 +38,10 @@ def plan_run(asked: PlanOptions) -> None:
     """Plan, and show the choice; exit code 130 where Ctrl-C ended the search and something was found."""
     page, workers = asked.page, asked.workers
     assert workers is not None
-    cluster = parse_cluster(asked.cluster or "ethernet", asked.stragglers)
+    cluster = on_asked_device(parse_cluster(asked.cluster or "ethernet", asked.stragglers), asked.device)
     memory_bytes = None if asked.memory_gb is None else 1e9 * asked.memory_gb
+    if memory_bytes is None and cluster.device is not None:
+        memory_bytes = cluster.device.memory_of_each(cluster.workers_per_host)
     limits = PlanLimits(memory_bytes, asked.deadline_s, asked.budget, asked.price)
     with notes_on_stderr():
         job = found_job(asked.job)
@@ -51,6 +54,7 @@ def plan_run(asked: PlanOptions) -> None:
                 spread=asked.spread,
                 seed=asked.seed,
                 say=show,
+                device=here(asked.device),
             )
             limit = worker_limit(found.forecasts, limits, job, asked.data, cluster) if asked.limit else None
         finally:

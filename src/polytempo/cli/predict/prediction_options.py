@@ -72,6 +72,7 @@ class CalibrateOptions:
     """File for the cluster. Default: cluster.toml."""
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job, complete=job_names)] = None
     """Measure this job's own steps, too: digits, …, my_module:job or path/to/file.py:job."""
+    device: Device = "auto"
     batch_size: BatchSize = None
     data: Data = None
     json: Json = False

@@ -9,6 +9,7 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, s
 from polytempo.cli.predict.prediction_options import ProfileOptions
 from polytempo.cluster import Cluster
 from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage, measured_bytes
+from polytempo.runs.simulated.asked_device import on_asked_device, on_suited_device
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -24,12 +25,13 @@ _SHOWN = 12
 
 def profile(asked: ProfileOptions) -> None:
     """Profile a batch on a device, or on one thread; estimate the memory of a worker, and measure a process's."""
-    described = None if asked.cluster is None else parse_cluster(asked.cluster)
+    described = None if asked.cluster is None else on_asked_device(parse_cluster(asked.cluster), asked.device)
     if described is not None and described.speeds is None:
         raise ValueError(
             f"--cluster {asked.cluster}: it has one speed for everything; give a file of `polytempo calibrate`"
         )
     made = parse_strategy(asked.strategy)
+    described = None if described is None else on_suited_device(described, made)
     with notes_on_stderr():
         options = RunOptions(batch_size=asked.batch_size, data=asked.data, threads=1, device=asked.device)
         spec = RunSpec.of(found_job(asked.job), made, asked.workers, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from polytempo.cli.options.measured_hosts import say_beyond_measured
+from polytempo.cli.options.measured_hosts import say_beyond_measured, say_device
 from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
@@ -29,6 +29,7 @@ def simulate(request: RunRequest) -> None:
         show_plan(job, [strategy], world, command.workers, taken, as_json=command.json)
         return
     say_beyond_measured(command.cluster, command.workers)
+    say_device(cluster, command.cluster, taken.device)
     with notes_on_stderr():
         result = simulated(
             *(job, strategy, command.workers, cluster, taken),

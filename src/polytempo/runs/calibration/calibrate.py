@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.stragglers import Stragglers, constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
+from polytempo.runs.calibration.device_samples import assembled_device
 from polytempo.runs.calibration.measurement import (
     CALIBRATION,
     CODED,
@@ -38,6 +40,7 @@ from polytempo.runs.calibration.measurement import (
 )
 from polytempo.runs.calibration.probe import answers, hosts_of, measured_of
 from polytempo.runs.calibration.server_exchange import with_server_exchange
+from polytempo.runs.frame.short_fork import beside_forks
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -60,14 +63,15 @@ class Calibration(NamedTuple):
     """(90th percentile - 10th percentile) / median: of steps, of large messages, of workers' speeds."""
 
 
-def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
-    """Measure with so many processes, placed as a run's are. `name`: the engine's, for the file.
+def calibrate(setup: EngineSetup, name: str, workers: int, device: str = "cpu") -> Calibration:
+    """Measure with so many processes, placed as a run's are. `name`: the engine's, for the file. `device`: measured
+    beside the host; "auto": if torch sees one.
 
     Cost: some 30 s, and 1 to 6 s for each ordered pair of hosts; minutes on slow links.
     Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
     """
-    spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1))
-    told = answers(setup, spec, name, CALIBRATION, calibration, _TIMEOUT_S + _HOST_S * workers)
+    spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1, device=device))
+    told = answers(setup, spec, name, CALIBRATION, partial(calibration, device), _TIMEOUT_S + _HOST_S * workers)
     found = _with_steps(assembled(name, told), told)
     cluster = found.cluster
     if workers > 1 and cluster.network == cluster.memory:
@@ -96,6 +100,9 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
     )
     if not measured.between:
         cluster = replace(cluster, network=cluster.memory)
+    if devices := [one["device"] for one in told if one.get("device") is not None]:
+        of_device = _speeds([sample for one in devices for sample in samples_of(one["samples"])])
+        cluster = replace(cluster, device=assembled_device(devices, cluster.workers_per_host, of_device))
     spread = {"steps": median(spread_of(one["steps"]) for one in told)}
     spread["workers"] = spread_of([one["flops_per_s"] for one in told])
     if each:
@@ -167,8 +174,12 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
 def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
     """Seconds of a step."""
     options = replace(run.options(_SIMULATED), epochs=None)
-    result = simulate(run.job, run.strategy, workers, cluster, options, meta=True)
-    return result.seconds / result.steps
+
+    def simulated() -> float:
+        result = simulate(run.job, run.strategy, workers, cluster, options, meta=True)
+        return result.seconds / result.steps
+
+    return beside_forks(simulated)
 
 
 def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:

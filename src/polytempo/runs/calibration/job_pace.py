@@ -30,6 +30,7 @@ from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import steps_of_ranks
 from polytempo.report.runs import load_run
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, correlation_of, quantiles_of
+from polytempo.runs.frame.short_fork import beside_forks
 from polytempo.runs.run import run
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
@@ -64,7 +65,7 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
     """
     if cluster.speeds is None:
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
-    asked = replace(options, epochs=1_000_000, threads=1)
+    asked = replace(options, epochs=1_000_000, threads=1, device="cpu")
     num_bytes = 4 * sum(p.numel() for p in job.model().parameters())
     shared, errors = cluster.shares_cores(workers), [0.0]
     for count in sorted({workers, _with_a_core_each(cluster, workers)}):
@@ -150,5 +151,9 @@ def _measured_s(
 def _simulated_s(
     cluster: Cluster, job: Job, strategy: Strategy, workers: int, asked: RunOptions, steps: int = _SIMULATED
 ) -> float:
-    result = simulate(job, strategy, workers, cluster, replace(asked, steps=steps))
-    return result.seconds / result.steps
+
+    def simulated() -> float:
+        result = simulate(job, strategy, workers, cluster, replace(asked, steps=steps))
+        return result.seconds / result.steps
+
+    return beside_forks(simulated)

@@ -26,6 +26,7 @@ from polytempo.core.port import barrier
 from polytempo.core.system.folder_lock import machine_identity
 from polytempo.engines.join.init import init
 from polytempo.native.arena import shared_empty
+from polytempo.runs.calibration.device_samples import device_answer
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
 from polytempo.runs.calibration.link_samples import collectives, links
 from polytempo.runs.calibration.probe import flops_per_s
@@ -73,7 +74,7 @@ class SmallRun(NamedTuple):
 
     def options(self, steps: int) -> RunOptions:
         """The options of a run of so many steps."""
-        return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size)
+        return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size, device="cpu")
 
 
 NO_EXCHANGE = local_sgd(period=1 << 20)
@@ -103,8 +104,8 @@ CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank 
 """Run -> beginnings of the names of kernels; the run gives their slowdown within steps of training."""
 
 
-def calibration() -> dict[str, Any]:
-    """Measure together with the other processes of the world."""
+def calibration(device: str = "cpu") -> dict[str, Any]:
+    """Measure together with the other processes of the world: the host, then `device`."""
     world = init(timeout_s=_TIMEOUT_S, device="cpu", quiet=True)
     port = world.port
     torch.manual_seed(port.rank)
@@ -123,6 +124,8 @@ def calibration() -> dict[str, Any]:
     whole = _turns(world, WHOLE_RUNS, time.perf_counter)
     apart = len(set(port.hosts)) > 1
     on_processor_s = _turns(world, ("large alone", *CODED), time.process_time) if apart else []
+    world.drive(barrier(port))
+    of_device = device_answer(device, port.hosts[: port.rank].count(port.hosts[port.rank]))
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
@@ -136,6 +139,7 @@ def calibration() -> dict[str, Any]:
         "whole": whole,
         "on_processor": on_processor_s,
         "cores": cores,
+        "device": of_device,
         "machine": machine_identity(),
     }
 

@@ -22,6 +22,7 @@ from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import typical_step_s
 from polytempo.report.runs import load_run
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, SMALL_SIZES, SmallRun
+from polytempo.runs.frame.short_fork import beside_forks
 from polytempo.runs.run import run
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.strategies import async_sgd, downpour
@@ -96,9 +97,11 @@ def _measured_s(small: SmallRun, setup: EngineSetup, workers: int) -> float:
 
 def _simulated_s(small: SmallRun, cluster: Cluster, workers: int) -> float:
     options = replace(small.options(_SIMULATED), epochs=None)
-    return _typical_s(
-        lambda out: simulate(small.job, small.strategy, workers, cluster, replace(options, out=out), meta=True)
-    )
+
+    def simulated(out: Path) -> object:
+        return simulate(small.job, small.strategy, workers, cluster, replace(options, out=out), meta=True)
+
+    return beside_forks(lambda: _typical_s(simulated))
 
 
 def _typical_s(train: Callable[[Path], object]) -> float:

@@ -15,14 +15,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.device import accelerator_in_use, gradients_after_fork
 from polytempo.engines.collective import RunTimedOut
-from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
-from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import Threads
+from polytempo.runs.frame.short_fork import in_fork
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
@@ -91,23 +89,14 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
 def _tried(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
     on_device, backward = here and not accelerator_in_use(), gradients_after_fork()
 
-    def work(rank_info: RankInfo) -> dict[str, Any]:
-        try:
-            return {"found": list(_rehearsed(specs, here=on_device, backward=backward))}
-        except JobFailed as error:
-            return {"failed": str(error)}
-        except ValueError as error:
-            return {"wrong": str(error)}
+    def work() -> list[Any]:
+        return list(_rehearsed(specs, here=on_device, backward=backward))
 
     try:
-        [told] = launch(work, 1, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
+        told = in_fork(work, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
-    if "failed" in told:
-        raise JobFailed(told["failed"])
-    if "wrong" in told:
-        raise ValueError(told["wrong"])
-    samples, private_bytes, warned, devices = told["found"]
+    samples, private_bytes, warned, devices = told
     return Rehearsed(samples, private_bytes, tuple(warned), devices)
 
 
@@ -124,7 +113,9 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
             check_model(model, each.strategy)
             if job.weight is None:
                 check_loss(job.loss, each.strategy)
-            if each.strategy.server is not None:
+            if each.strategy.schedule is not None and not backward:
+                pass  # a cut counts the operations of a backward pass
+            elif each.strategy.server is not None:
                 ServedProgram(replace(each, job=replace(job, data=lambda path: data)))
             elif each.strategy.schedule is not None:
                 cut_of(each, model, data)

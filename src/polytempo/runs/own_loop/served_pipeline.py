@@ -222,7 +222,7 @@ class ServedPipeline:
         return JoinedLoop(loop, link)
 
     def _facts(self, shard: DataShard, batches: Batches) -> LoopFacts:
-        resumed, stages = self._resumed, self._stages
+        resumed, stages = self._resumed, self._stages.facts
         if resumed is not None and resumed["batches"] != len(batches):
             raise ValueError(
                 f"the saved run has {resumed['batches']} batches an epoch, and this one {len(batches)}; go on with the "

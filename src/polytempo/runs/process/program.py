@@ -34,7 +34,7 @@ def perform(
     if role.kind == PROBE:
         return probe()
     if role.kind == CALIBRATION:
-        return calibration()
+        return calibration(spec.options.device)
     if role.kind == "member":
         return train_member(with_launcher_files(spec, setting), role.life, setting["rendezvous"])
     spec = with_launcher_files(spec, setting)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from polytempo.core.system.url_path import Place
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.device import HOST
-from polytempo.runs.served.served_stages import ServedStages, stages_of_job
+from polytempo.runs.frame.short_fork import gradients_keep_forks, in_fork
+from polytempo.runs.served.served_stages import ServedStages, StageFacts, stages_of_job
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Parameter
 from polytempo.server.snapshots.score_snapshots import ScorePoints, score_points
@@ -65,6 +67,7 @@ class ServedProgram:
 
     `see(model, data)` is called before anything is built on them. It may refuse them, and returns the waiting times of
     machines; None: the times of processes. With `meta` tensors have no values: nothing is read, computed or scored.
+    `forks`: this process forks workers afterwards, so it must compute no gradients where torch sees an accelerator.
     Errors: ValueError if the shards cannot follow the job's optimizer and schedule.
     """
 
@@ -75,6 +78,7 @@ class ServedProgram:
         see: Callable[[nn.Module, Data], Timing | None] = lambda model, data: None,
         *,
         meta: bool = False,
+        forks: bool = False,
     ) -> None:
         service, options = spec.strategy.server, spec.options
         assert service is not None, f"{spec.strategy} has no parameter server"
@@ -97,10 +101,17 @@ class ServedProgram:
                 self._without_values = model, optimizer = replica_of(spec)
         parameters = parameters_of(model, optimizer, spec.strategy)
         self._check_tables(parameters, service)
-        self.stages: ServedStages | None = None
+        self.stages: StageFacts | None = None
         """The parameters of each stage; None: every worker has all."""
+        self._made: dict[torch.device, ServedStages] = {}
+        """The stages in this process's memory, by device, from the first worker on; of all its workers."""
         if spec.strategy.schedule is not None:
-            self.stages = stages_of_job(spec, with_values, self.data, parameters, meta=meta)
+            make = partial(stages_of_job, spec, with_values, self.data, parameters, meta=meta)
+            if forks and gradients_keep_forks():
+                self.stages = StageFacts.from_plain(in_fork(lambda: make().facts.to_plain()))
+            else:
+                self._made[HOST] = make()
+                self.stages = self._made[HOST].facts
         weights, topology = flat_of(model, optimizer), topology or spec.topology()
         self.precision = _precision_facts(spec, model)
         """Facts about 16-bit parameters, for results."""
@@ -156,7 +167,7 @@ class ServedProgram:
             model, optimizer = self._without_values or replica_of(spec, device)
         else:
             assert stages is not None
-            stage = self.stages.stage(stages, cost.flops_per_sample)
+            stage = self._stages_on(device or HOST, spec, self.stages).stage(stages, cost.flops_per_sample)
             model, optimizer = stage.model, stage.optimizer
         decay = LocalDecay(optimizer) if self.plan.service.decays == "workers" else None
         schedule = None
@@ -187,6 +198,14 @@ class ServedProgram:
             out=spec.options.out,
             trained=trained_of(model, optimizer, spec.strategy, found) if meta and stage is None else None,
         )
+
+    def _stages_on(self, device: torch.device, spec: RunSpec, found: StageFacts) -> ServedStages:
+        if device not in self._made:
+            model, _ = replica_of(spec, device)
+            self._made[device] = stages_of_job(
+                spec, model, self.data, self.plan.parameters, meta=False, begins=found.begins
+            )
+        return self._made[device]
 
     def running_of(self, parts: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
         """The whole model's running statistics, from the statistics of each shard."""

@@ -73,7 +73,7 @@ class ServedRun:
     def __init__(self, spec: RunSpec, frame: RunFrame, events: RunEvents) -> None:
         self.spec, self.out, self.events = frame.placed(spec), frame.out, events
         self.options = self.spec.options
-        self.program = ServedProgram(self.spec)
+        self.program = ServedProgram(self.spec, forks=True)
         self.evaluator = self.plan.topology.evaluator if self.program.scores else None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None

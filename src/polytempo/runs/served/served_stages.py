@@ -7,9 +7,10 @@ whole model ──▶ Cut ──▶ own[k]: the parameters of stage k      ─�
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,6 +40,44 @@ _MOST_MESSAGES = 200
 """The most messages on their way from one process to another: a mailbox drops messages beyond 256."""
 
 
+@dataclass(frozen=True, eq=False)
+class StageFacts:
+    """The stages of a model as shards and the launcher know them."""
+
+    begins: tuple[str, ...]
+    """Names where stages but the first begin: `cut(…, by=begins)` makes the same cut."""
+    planned: tuple[PlannedStage, ...]
+    """The stages for a `ServerPlan`."""
+    running: Tensor | None
+    """The running statistics of all stages, one after the other, float64; None where the model has none."""
+    running_places: tuple[tuple[int, int, int], ...]
+    """The first shard with each buffer of the model's norms, and its range in the shard's vector."""
+    most_bytes: int
+    """The most bytes of a tensor that passes from stage to stage, for a whole batch."""
+
+    def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
+        """The whole model's running statistics, from the first shard of each stage."""
+        held = {shard: vector for shard, vector in parts.items() if vector is not None}
+        found = [held[shard][begin:end] for shard, begin, end in self.running_places]
+        return torch.cat(found) if found else None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return vars(self) | {"running": None if self.running is None else self.running.tolist()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> StageFacts:
+        """The facts of `to_plain`."""
+        running = plain["running"]
+        return cls(
+            begins=tuple(plain["begins"]),
+            planned=tuple(PlannedStage(tuple(names), size) for names, size in plain["planned"]),
+            running=None if running is None else torch.tensor(running, dtype=torch.float64),
+            running_places=tuple((shard, begin, end) for shard, begin, end in plain["running_places"]),
+            most_bytes=plain["most_bytes"],
+        )
+
+
 class ServedStages:
     """The stages of `model` by `cut`, with the trained `parameters`, in so many `shards` in all.
 
@@ -61,8 +100,6 @@ class ServedStages:
             self._whole = model, on_meta(cut)
         self.own = tuple(self._own(stage, parameters) for stage in range(self._schedule.stages))
         """The parameters of each stage, in the order of its model."""
-        self.most_bytes = max(cost.bytes_out for cost in cut.costs)
-        """The most bytes of a tensor that passes from stage to stage, for a whole batch."""
         self._shards_of_each = shards // self._schedule.stages
         self._running = [Running(self._model(stage)).vector() for stage in range(self._schedule.stages)]
 
@@ -76,31 +113,20 @@ class ServedStages:
             self._priced = batches.of(*training.pair(training.priced), 0)
         return ServedStage(training, *self._whole, self.own, stages, flops_per_sample, self._priced)
 
-    @property
-    def planned(self) -> tuple[PlannedStage, ...]:
-        """The stages for a `ServerPlan`."""
+    @cached_property
+    def facts(self) -> StageFacts:
+        """The stages as shards and the launcher know them."""
+        vectors = [vector for vector in self._running if vector is not None]
         sizes = [0 if vector is None else vector.numel() for vector in self._running]
-        return tuple(
-            PlannedStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
+        return StageFacts(
+            begins=self._with_values.begins,
+            planned=tuple(
+                PlannedStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
+            ),
+            running=torch.cat(vectors) if vectors else None,
+            running_places=tuple((stage * self._shards_of_each, begin, end) for stage, begin, end in self._places),
+            most_bytes=max(cost.bytes_out for cost in self._with_values.costs),
         )
-
-    @property
-    def running(self) -> Tensor | None:
-        """The running statistics of all stages, one after the other."""
-        found = [vector for vector in self._running if vector is not None]
-        return torch.cat(found) if found else None
-
-    @property
-    def running_places(self) -> list[tuple[int, int, int]]:
-        """The first shard with each buffer of the model's norms, and its range in the shard's vector."""
-        return [(stage * self._shards_of_each, begin, end) for stage, begin, end in self._places]
-
-    def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
-        """The whole model's running statistics, from the first shard of each stage."""
-        firsts = [parts[stage * self._shards_of_each] for stage in range(self._schedule.stages)]
-        held = {stage: vector for stage, vector in enumerate(firsts) if vector is not None}
-        found = [held[stage][begin:end] for stage, begin, end in self._places]
-        return torch.cat(found) if found else None
 
     def _running_places(self, model: nn.Module) -> list[tuple[int, int, int]]:
         """The stage of each buffer of the model's norms, and its range in the stage's vector."""
@@ -166,9 +192,17 @@ class ServedStages:
 
 
 def stages_of_job(
-    spec: RunSpec, model: nn.Module, data: Data, parameters: tuple[Parameter, ...], *, meta: bool
+    spec: RunSpec,
+    model: nn.Module,
+    data: Data,
+    parameters: tuple[Parameter, ...],
+    *,
+    meta: bool,
+    begins: Sequence[str] | None = None,
 ) -> ServedStages:
     """The stages of a run, made from its `RunSpec`. `model` has values, also with `meta`.
+
+    `begins`: the names that stages begin at, of a cut that another process has made.
 
     Errors: ValueError as of `ServedStages` and `check_staged`.
     """
@@ -189,7 +223,7 @@ def stages_of_job(
         who=f"job {job.name}",
         priced=first_batch(job, data, spec.batch_size, spec.seed) if meta else None,
     )
-    return ServedStages(training, model, cut_of(spec, model, data), parameters, service.shards)
+    return ServedStages(training, model, cut_of(spec, model, data, begins), parameters, service.shards)
 
 
 def check_staged(spec: RunSpec) -> None:

@@ -31,6 +31,7 @@ from polytempo.runs.frame.chain import chained
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.frame.run_page import simulated, virtual_rows
+from polytempo.runs.simulated.asked_device import on_asked_device, on_suited_device
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
@@ -130,6 +131,7 @@ def _simulated(
     check_simulation(strategy, options, meta=meta, batched=batched)
     together = BatchedReplicas(job, strategy, workers) if batched else None
     given, cluster = cluster, cluster_from(cluster or default_cluster(strategy, workers))
+    cluster = on_suited_device(on_asked_device(cluster, options.device), strategy)
     num_hosts = len(set(cluster.hosts(workers)))
     if is_hogwild(strategy) and num_hosts > 1:
         raise ValueError(

@@ -4,7 +4,8 @@
             ──▶ everything else ─────────────────────────────▶
 
 A process has one mailbox for its client, for the coordinator and for the other stages. Sent tensors are copied, so a
-send is over immediately; a lost message is not sent again: its receiver gives up after its deadline.
+send is over immediately; a lost message is not sent again: its receiver gives up after its deadline. Messages are in
+the host's memory: a device's tensor is copied there, and from there behind the device's work under way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from polytempo.core import Op, Port, Program, TimedOut, interpreted
 from polytempo.core.op import Barrier, Parcel, Recv, Send, Start, Take, Work
+from polytempo.device import DeviceCopy, HostCopy, on_accelerator
 from polytempo.server.message import Message
 from polytempo.server.timing import Timing
 
@@ -64,6 +66,8 @@ class StageMessages:
         self._arrived: dict[tuple[_Lane, int], Tensor] = {}
         self._rest: deque[tuple[int, Parcel]] = deque()
         self._meetings = 1
+        self._copies: deque[DeviceCopy] = deque()
+        """Arrived tensors that a device may still read from the host."""
 
     async def meet(self) -> None:
         """Wait until all processes of the replica have a mailbox: the first hears of all, and says so."""
@@ -130,7 +134,10 @@ class StageMessages:
         self._sent[lane] += 1
 
     async def _post(self, to: int, channel: int, tag: int, number: int, value: Tensor) -> None:
-        copied = value.detach().clone(memory_format=torch.contiguous_format)
+        if on_accelerator(value):
+            [copied] = HostCopy([value.detach()]).wait()
+        else:
+            copied = value.detach().clone(memory_format=torch.contiguous_format)
         await self._port.post(StageTensor(self._incarnation, channel, tag, number, copied), to)
 
     def _begun(self, op: Recv) -> _Expected:
@@ -141,8 +148,18 @@ class StageMessages:
     async def _finished(self, expected: _Expected) -> Tensor:
         if expected.value is None:
             op = expected.op
-            expected.value = await self._value(op.source, op.channel, op.tag, expected.number)
+            value = await self._value(op.source, op.channel, op.tag, expected.number)
+            expected.value = self._beside(op.like, value)
         return expected.value
+
+    def _beside(self, like: Tensor, value: Tensor) -> Tensor:
+        """The value on the device of `like`."""
+        if not on_accelerator(like):
+            return value
+        while self._copies and self._copies[0].done:
+            self._copies.popleft()
+        self._copies.append(DeviceCopy(value, like.device))
+        return self._copies[-1].tensor
 
     async def _value(self, source: int, channel: int, tag: int, number: int) -> Tensor:
         key = (source, channel, tag), number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,10 @@ def staged_step(stage: PipelineStage, job: Job) -> TakeStep:
     return take_step
 
 
-def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
+def cut_of(spec: RunSpec, model: nn.Module, data: Data, begins: Sequence[str] | None = None) -> Cut:
     """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
+
+    `begins`: the names that stages but the first begin at, if they are known.
 
     Errors: ValueError for a job with a loss that calls the model itself, for a model that cannot be cut, or not in so
     many stages, and for weights that several stages share in a late schedule. `Incompatible` for clipping in one.
@@ -67,7 +70,7 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     if spec.options.clip_norm is not None and steps_late(schedule):
         refuse({"clipping", "late stages"}, clip_norm=spec.options.clip_norm, strategy=spec.strategy)
     sample = beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed))
-    return cut(model, schedule.stages * schedule.parts, sample=sample)
+    return cut(model, schedule.stages * schedule.parts, sample=sample, by="operations" if begins is None else begins)
 
 
 def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any]:

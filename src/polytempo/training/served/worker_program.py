@@ -133,12 +133,14 @@ def performed_work(
 
     In a pipeline, the process does not leave alone: its replica could not go on.
     """
+    guard = context.guard
+    check = partial(guard.catch_up, client.worker) if guard is not None else lambda: None
     if stages is None:
-        guard = context.guard
-        check = partial(guard.catch_up, client.worker) if guard is not None else lambda: None
-        return through(client, port, work(group, context, client, leaves), device_of(context.model), check)
-    messages = StageMessages(port, stages.members, client.incarnation, client.timing)
-    return through(client, port, through_stages(messages, work(group, context, client, stages=stages)))
+        program: Program[Attendance] = work(group, context, client, leaves)
+    else:
+        messages = StageMessages(port, stages.members, client.incarnation, client.timing)
+        program = through_stages(messages, work(group, context, client, stages=stages))
+    return through(client, port, program, device_of(context.model), check)
 
 
 def gradients_of(model: nn.Module, spec: RunSpec, cost: StepCost) -> ComputeGradients:

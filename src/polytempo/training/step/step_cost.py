@@ -22,6 +22,7 @@ from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.core.state import residual_tensors
 from polytempo.data.shard import DataShard
 from polytempo.partition.graph.profile import attention_flops
+from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import model_of, next_batch
 from polytempo.spec.objective import loss_of
@@ -29,6 +30,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.run_device import beside
 from polytempo.training.step.bucket import Bucket
+from polytempo.training.step.host_copies import copies_of_step
 from polytempo.training.step.job_profile import JobProfile, Pass, profiled, untouched
 from polytempo.training.step.replica import Replica
 
@@ -60,6 +62,8 @@ class StepCost(NamedTuple):
     """Number of trained tensors, and their bytes."""
     served: tuple[float, float] = (1.0, 1.0)
     """Pushes and pulls for each step, where a parameter server takes the gradients."""
+    copied: Uses = ()
+    """Kernel uses of the copies of a step between a device and the host."""
     done: Mapping[str, float] = MappingProxyType({})
     """The part of the backward pass's operations that is over when a parameter has its gradient, by name."""
 
@@ -90,13 +94,13 @@ class StepCost(NamedTuple):
         *earlier, samples = passes
         back = self._pass(self.profile, "backward", samples)
         parts = [
-            together([*(use.times(share) for use in back), *self._exchanged(bucket)])
+            together([*(use.times(share) for use in back), *self._exchanged(bucket), *self._copied(bucket, replica)])
             for share, bucket in zip(self.shares(replica), replica.buckets, strict=True)
         ]
         if not parts:  # a look for NaN in gradients, or in exchanged parameters
             tensors = list(replica.trainable.values())
             check = self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
-            parts = [together([*back, *check])]
+            parts = [together([*back, *check, *self.copied])]
         before = [use for each in earlier for use in self._passes(self.profile, each)]
         forward = [*self._paced(_batch(sum(passes))), *before, *self._pass(self.profile, "forward", samples)]
         forward = list(together(forward)) if before else forward
@@ -126,7 +130,7 @@ class StepCost(NamedTuple):
             KernelUse("copy", 1 + tensors, 2 * num_bytes).times(pulls),
             KernelUse(SERVER_EXCHANGE, 1, num_bytes).times((pushes + pulls) / 2),
         ]
-        return together([*own, *computed, *served])
+        return together([*own, *computed, *served, *self.copied])
 
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
         return self._paced(profile.uses(which, samples))
@@ -138,6 +142,9 @@ class StepCost(NamedTuple):
 
     def _paced(self, uses: Iterable[KernelUse]) -> Uses:
         return tuple(use.times(self.pace) for use in uses)
+
+    def _copied(self, bucket: Bucket, replica: Replica) -> Uses:
+        return tuple(use.times(bucket.numel / replica.numel) for use in self.copied)
 
     def _exchanged(self, bucket: Bucket) -> Uses:
         """Kernel uses of a bucket: the look for NaN, packing and scaling, copies of residuals, and the exchange's
@@ -159,7 +166,9 @@ def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> 
     pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()), spec.workers)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     size = len(trained), _num_bytes(trained.values())
-    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, _served(spec, Bundle(trained)), done)
+    served = _served(spec, Bundle(trained))
+    copied = _copies(spec, model, cluster) if cluster.computes_on else ()
+    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, served, copied, done)
 
 
 def cost_without_values(spec: RunSpec, data: Data, cluster: Cluster) -> StepCost:
@@ -180,6 +189,16 @@ def meta_model(job: Job) -> nn.Module:
     """The job's model with sizes alone."""
     with torch.device("meta"):
         return model_of(job).to("meta")
+
+
+def _copies(spec: RunSpec, model: nn.Module, cluster: Cluster) -> Uses:
+    """The copies of a step on a device. None are known of a transform that names no cost."""
+    try:
+        found = explained(spec.strategy, spec.workers, model)
+    except ValueError:
+        return ()
+    exchanges = [planned.exchange for planned in found.exchanges]
+    return copies_of_step(exchanges, spec.workers, staged=cluster.staged(spec.workers))
 
 
 def _served(spec: RunSpec, parameters: Bundle) -> tuple[float, float]:

@@ -11,7 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
+from polytempo.device import HOST, out_of_memory
 from polytempo.large_batch.noise_scale import Squares
 from polytempo.spec.job import Data, Job
 from polytempo.training.job.context import check_length
@@ -85,32 +89,39 @@ def advise_batch(
     extra: float = 0.1,
     budget: float = 0.75,
     seed: int = 0,
+    device: torch.device = HOST,
 ) -> BatchAdvice:
     """Recommend a global batch for `workers`, or also their number (None), and a learning rate for it.
 
     Up to the noise scale 𝓑 a step on B samples does the work of B small ones, at the price of B / 𝓑 more samples;
     `extra` is that price. The rate is the best of six, halved from each to the next, in short runs.
 
+    `device`: the place of all trials. A batch that does not fit into its memory is computed in parts; a worker's batch
+    fits.
+
     `budget`: the cost, in runs of the job's own epochs. The noise scale takes a quarter of it at most, the rest goes
     into the runs that tell rates apart: at least three steps a rate, also where that is more than the budget. Errors:
-    ValueError where the data have no length, the first loss is not finite, or a hundredth of the job's rate diverges.
+    ValueError where the data have no length, the first loss is not finite, a hundredth of the job's rate diverges, or a
+    single sample does not fit into the device's memory.
     Source of the price: S. McCandlish et al., "An empirical model of large-batch training", 2018, section 2.3; of the
     halving: K. Jamieson and A. Talwalkar, 2016.
     """
     length = check_length(DataShard(data.training(), rank=0, size=1, batch_size=1))
     total = int(budget * job.epochs * length)
-    speeds, spent = _speeds(job, data, seed, length)
-    noise = _noise(job, data, min(length, total // 4), seed, length)
+    speeds, spent, too_large = _speeds(job, data, seed, length, device)
+    noise = _noise(job, data, min(length, total // 4), seed, length, device)
     known = noise.second if math.isfinite(noise.second) else float(length)
-    chosen_workers, each = _shape(workers, extra * known, speeds, length)
+    chosen_workers, each = _shape(workers, extra * known, speeds, length, max(speeds) if too_large else length)
     batch = chosen_workers * each
     spent += noise.samples
     steps = max(20, min(60, total // 6 // batch))
-    ranged = range_test(job, data, batch=batch, steps=steps, seed=seed)
+    parts = _parts(job, data, batch, seed, device)
+    ranged = range_test(job, data, batch=batch, steps=steps, seed=seed, parts=parts, device=device)
     spent += ranged.samples
     top = max(ranged.top, noise.lr)  # of few samples a step the range test sees noise: that rate was seen to learn
     rates = [top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
-    tried = _halved(job, data, batch, rates, max(_RATES * 3 * batch, total - spent), seed)
+    trials = [Trial(job, data, batch=batch, lr=rate, seed=seed, parts=parts, device=device) for rate in rates]
+    tried = _halved(trials, max(_RATES * 3 * batch, total - spent))
     best = tried[-1]
     return BatchAdvice(
         workers=chosen_workers,
@@ -124,15 +135,23 @@ def advise_batch(
         tried=tried,
         samples_per_s=speeds,
         samples=spent + sum(each.samples for each in tried),
-        unsure=_unsure(job, workers, batch, extra, noise, rates, tried, job.epochs * length),
+        unsure=[
+            *_unsure(job, workers, batch, extra, noise, rates, tried, job.epochs * length),
+            *(
+                [f"a batch of {too_large} does not fit into the memory of {device}: larger ones were computed in parts"]
+                if too_large
+                else []
+            ),
+        ],
     )
 
 
-def _shape(workers: int | None, most: float, speeds: dict[int, float], length: int) -> tuple[int, int]:
+def _shape(workers: int | None, most: float, speeds: dict[int, float], length: int, fits: int) -> tuple[int, int]:
+    """Workers, and the batch of each, at most `fits`."""
     most = min(most, length / _FEWEST_STEPS)
     if workers is None:
         workers = max(1, int(most / _efficient(speeds)))
-    return workers, max(1, 2 ** int(math.log2(max(1.0, most / workers))))
+    return workers, min(fits, max(1, 2 ** int(math.log2(max(1.0, most / workers)))))
 
 
 def _efficient(speeds: dict[int, float]) -> int:
@@ -140,17 +159,52 @@ def _efficient(speeds: dict[int, float]) -> int:
     return min(batch for batch, rate in speeds.items() if rate >= _EFFICIENT * max(speeds.values()))
 
 
-def _speeds(job: Job, data: Data, seed: int, length: int) -> tuple[dict[int, float], int]:
-    """Samples a second of one process by batch, and how many samples it took to find out."""
+def _speeds(
+    job: Job, data: Data, seed: int, length: int, device: torch.device
+) -> tuple[dict[int, float], int, int | None]:
+    """Samples a second of one process by batch, how many samples it took to find out, and the first batch that does not
+    fit into the device's memory."""
     found, spent = dict[int, float](), 0
     for batch in _PROBED:
         if batch > length:
             break
-        trial = Trial(job, data, batch=batch, seed=seed)
-        trial.step()
-        found[batch] = batch / min(_step_s(trial) for _ in range(_PROBES))
+        try:
+            trial = Trial(job, data, batch=batch, seed=seed, device=device)
+            trial.step()
+            found[batch] = batch / min(_step_s(trial) for _ in range(_PROBES))
+        except (torch.OutOfMemoryError, JobFailed) as error:
+            if not out_of_memory(error):
+                raise
+            if not found:
+                raise _too_small(job, device) from None
+            return found, spent, batch
         spent += trial.samples
-    return found, spent
+    return found, spent, None
+
+
+def _parts(job: Job, data: Data, batch: int, seed: int, device: torch.device, least: int = 1) -> int:
+    """The number of parts, from `least` by powers of two, that fit into the device's memory one by one.
+
+    Cost: a step for each try; none on the host.
+    """
+    while device.type != HOST.type:
+        try:
+            Trial(job, data, batch=batch, seed=seed, parts=least, device=device).step()
+            break
+        except (torch.OutOfMemoryError, JobFailed) as error:
+            if not out_of_memory(error):
+                raise
+            if least >= batch:
+                raise _too_small(job, device) from None
+        least = min(batch, 2 * least)
+    return least
+
+
+def _too_small(job: Job, device: torch.device) -> ValueError:
+    return ValueError(
+        f"job {job.name}: a step on a single sample does not fit into the memory of {device}; give device=cpu, or a "
+        "smaller model"
+    )
 
 
 def _step_s(trial: Trial) -> float:
@@ -159,12 +213,12 @@ def _step_s(trial: Trial) -> float:
     return time.perf_counter() - begin_s
 
 
-def _noise(job: Job, data: Data, samples: int, seed: int, length: int) -> NoiseEvidence:
+def _noise(job: Job, data: Data, samples: int, seed: int, length: int, device: torch.device) -> NoiseEvidence:
     """The noise scale along a run with the job's rate, or a tenth or a hundredth of it where that diverges."""
     batch = min(job.batch_size, length)
-    cost = 0
+    cost, parts = 0, _parts(job, data, batch, seed, device, _PARTS)
     for lr in (job.lr, job.lr / 10, job.lr / 100):
-        trial = Trial(job, data, batch=batch, lr=lr, seed=seed, parts=_PARTS)
+        trial = Trial(job, data, batch=batch, lr=lr, seed=seed, parts=parts, device=device)
         trial.train(max(samples, 4 * batch))
         cost += trial.samples
         learns = math.isfinite(_loss(trial)) and not exceeds(_loss(trial), trial.losses[0].loss, _WORSE)
@@ -196,13 +250,13 @@ def _deviation(found: Sequence[Squares]) -> float:
     return math.sqrt(sum(part * part for part in parts) / (count * (count - 1)))
 
 
-def _halved(job: Job, data: Data, batch: int, rates: Sequence[float], samples: int, seed: int) -> list[TriedRate]:
-    """Runs with all rates; the better half goes on twice as long, until one is left; that is the last."""
-    counts = [len(rates)]
+def _halved(trials: list[Trial], samples: int) -> list[TriedRate]:
+    """All trials, one for each rate; the better half goes on twice as long, until one is left; that is the last."""
+    counts = [len(trials)]
     while counts[-1] > 1:
         counts.append((counts[-1] + 1) // 2)
     unit = max(1, samples // sum(count * 2**number for number, count in enumerate(counts[:-1])))
-    trials, ended = [Trial(job, data, batch=batch, lr=rate, seed=seed) for rate in rates], list[Trial]()
+    ended = list[Trial]()
     for number, kept in enumerate(counts[1:]):
         for trial in trials:
             trial.train(unit * 2**number)
@@ -270,13 +324,15 @@ class RangeTest(NamedTuple):
     samples: int
 
 
-def range_test(job: Job, data: Data, *, batch: int, steps: int, seed: int = 0) -> RangeTest:
+def range_test(
+    job: Job, data: Data, *, batch: int, steps: int, seed: int = 0, parts: int = 1, device: torch.device = HOST
+) -> RangeTest:
     """Train with a rate that grows by the same factor in each step, and stop when the loss grows.
 
     Errors: ValueError where the loss is not finite in the first step. Source: L. N. Smith, "Cyclical learning rates for
     training neural networks", 2017, section 3.3; the exponential growth is later practice.
     """
-    trial = Trial(job, data, batch=batch, seed=seed, follows=False)
+    trial = Trial(job, data, batch=batch, seed=seed, parts=parts, follows=False, device=device)
     rates, losses = [], list[float]()
     smoothed = 0.0
     for step in range(steps):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polytempo.core.bundle import pack
 from polytempo.data.shard import DataShard
+from polytempo.device import HOST
 from polytempo.large_batch.noise_scale import Squares, of_workers, sketch
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import schedule_of
@@ -25,6 +26,7 @@ from polytempo.training.job.evaluate import Evaluation, tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.randomness import seed_step
+from polytempo.training.model.run_device import beside, on_device, synchronize
 
 
 class TrialLoss(NamedTuple):
@@ -44,7 +46,8 @@ class Trial:
     """A run of `job` on batches of `batch` samples. `lr` None: the job's own.
 
     `parts`: computed parts of a batch, for an estimate of the noise scale; 1: the whole, without an estimate.
-    `follows`: the job's schedule moves the rate.
+    `follows`: the job's schedule moves the rate. `device`: of the model and its batches; its memory may be too small
+    (`torch.OutOfMemoryError`).
 
     Memory: a model, its optimizer and, with parts, another gradient.
     """
@@ -59,16 +62,18 @@ class Trial:
         seed: int = 0,
         parts: int = 1,
         follows: bool = True,
+        device: torch.device = HOST,
     ) -> None:
         spec = RunSpec.of(job, sync_sgd(), 1, RunOptions(global_batch_size=batch, lr=lr, seed=seed))
-        self.job, self.batch, self.lr, self._seed = job, batch, spec.lr, seed
-        self.model, self.optimizer = replica_of(spec)
+        spec = on_device(spec, device)
+        self.job, self.batch, self.lr, self._seed, self._device = spec.job, batch, spec.lr, seed, device
+        self.model, self.optimizer = replica_of(spec, device)
         self._shard = DataShard(
             data.training(), rank=0, size=1, seed=seed, global_batch_size=batch, slices=min(parts, batch)
         )
         self._scheduler = schedule_of(job, self.optimizer, len(self._shard)) if follows else None
         self._batches: Iterator[Any] = iter(self._shard)
-        self._evaluation = None if data.test is None else Evaluation(job, self.model, data)
+        self._evaluation = None if data.test is None else Evaluation(self.job, self.model, data)
         self.steps = self.samples = 0
         self.losses: list[TrialLoss] = []
         self.noise: list[Squares] = []
@@ -86,7 +91,7 @@ class Trial:
             self.step()
 
     def step(self) -> float:
-        """One step; the mean loss of its samples."""
+        """One step, up to its end on the device; the mean loss of its samples."""
         pieces = next_slices(self.job, self._shard, self._batches, self._seed, self.steps)
         if pieces is None:
             self._batches = iter(self._shard)
@@ -95,6 +100,7 @@ class Trial:
         seed_step(self._seed, 0, self.steps, "model")
         loss = self._whole(pieces[0]) if len(pieces) == 1 else self._in_parts(pieces)
         self.optimizer.step()
+        synchronize(self._device)
         if self._scheduler is not None:
             self._scheduler.step()
         self.steps += 1
@@ -119,7 +125,7 @@ class Trial:
 
     def _whole(self, piece: BatchSlice) -> float:
         self.optimizer.zero_grad()
-        loss = loss_of(self.job, self.model, piece.batch)
+        loss = loss_of(self.job, self.model, beside(self.model, piece.batch))
         loss.backward()
         return float(loss.detach())
 
@@ -135,7 +141,7 @@ class Trial:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
             flat = pack([each.reshape(-1) for each in gradients])
             norms.append(float(torch.linalg.vector_norm(flat)) ** 2)
-            sketches.append(sketch(flat, seed=self.steps))
+            sketches.append(sketch(flat, seed=self.steps).cpu())
             torch._foreach_add_(total, gradients, alpha=weight)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
