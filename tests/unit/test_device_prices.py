@@ -16,7 +16,7 @@ from polytempo.cluster.measured import to_toml
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.planner.search import Trials
 from polytempo.spec.explanation import explain as explained
-from polytempo.training.step.host_copies import copies_of_step
+from polytempo.training.model.host_copies import copies_of_step
 
 COPY = KernelSpeed(call_s=1e-3, byte_s=1e-6)
 FREE = KernelSpeed()

@@ -23,7 +23,7 @@ class DeviceSpeeds:
     """The devices of a host, all alike."""
 
     kind: str
-    """Torch's name of the kind: "cuda"."""
+    """Torch's name of the kind, such as cuda."""
     name: str
     """The device's own name."""
     speeds: Speeds

@@ -16,7 +16,7 @@ from polytempo.core.calls.refusals import refusal_of
 from polytempo.core.cost import Exchange
 from polytempo.device import HOST, accelerator_kind, backend_name, backend_of, num_devices
 from polytempo.spec.explanation import Explanation
-from polytempo.training.step.host_copies import GATHERS, HostCopies, copies, is_native
+from polytempo.training.model.host_copies import GATHERS, HostCopies, copies, is_native
 
 
 class DeviceWays(NamedTuple):

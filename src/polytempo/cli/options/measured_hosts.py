@@ -1,11 +1,10 @@
-"""Notes for a simulation: more hosts than its cluster's file was measured on, or another device."""
+"""A note for a simulation with more hosts than its cluster's file was measured on."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from polytempo.cluster import Cluster
 from polytempo.cluster.cluster_file import read_measured
 
 
@@ -33,21 +32,6 @@ def say_beyond_measured(cluster: str | None, workers: int) -> None:
     said = beyond_measured(cluster, workers)
     if said is not None:
         print(f"note: {said}", file=sys.stderr)
-
-
-def say_device(found: Cluster, cluster: str | None, device: str) -> None:
-    """Say on standard error which device the times are of, if the cluster was measured and a device is in question."""
-    from polytempo.device import HOST, accelerator_kind  # this file is read before torch
-
-    kind = device.partition(":")[0]
-    if found.device is not None and kind != HOST.type:
-        print(f"note: {cluster} was measured on {found.device.name}; times are of workers on it", file=sys.stderr)
-    elif found.speeds is not None and (kind not in ("auto", HOST.type) or (kind == "auto" and accelerator_kind())):
-        print(
-            f"note: {cluster} has no measurements of a device, so times are the host's; measure one with "
-            "`polytempo calibrate --device`",
-            file=sys.stderr,
-        )
 
 
 def _measured(cluster: str | None) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.device import HOST
 from polytempo.runs.frame.short_fork import gradients_keep_forks, in_fork
-from polytempo.runs.served.served_stages import ServedStages, StageFacts, stages_of_job
+from polytempo.runs.served.served_stages import CutFacts, ServedStages, stages_of_job
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Parameter
 from polytempo.server.snapshots.score_snapshots import ScorePoints, score_points
@@ -101,14 +101,14 @@ class ServedProgram:
                 self._without_values = model, optimizer = replica_of(spec)
         parameters = parameters_of(model, optimizer, spec.strategy)
         self._check_tables(parameters, service)
-        self.stages: StageFacts | None = None
+        self.stages: CutFacts | None = None
         """The parameters of each stage; None: every worker has all."""
         self._made: dict[torch.device, ServedStages] = {}
         """The stages in this process's memory, by device, from the first worker on; of all its workers."""
         if spec.strategy.schedule is not None:
             make = partial(stages_of_job, spec, with_values, self.data, parameters, meta=meta)
             if forks and gradients_keep_forks():
-                self.stages = StageFacts.from_plain(in_fork(lambda: make().facts.to_plain()))
+                self.stages = CutFacts.from_plain(in_fork(lambda: make().facts.to_plain()))
             else:
                 self._made[HOST] = make()
                 self.stages = self._made[HOST].facts
@@ -199,7 +199,7 @@ class ServedProgram:
             trained=trained_of(model, optimizer, spec.strategy, found) if meta and stage is None else None,
         )
 
-    def _stages_on(self, device: torch.device, spec: RunSpec, found: StageFacts) -> ServedStages:
+    def _stages_on(self, device: torch.device, spec: RunSpec, found: CutFacts) -> ServedStages:
         if device not in self._made:
             model, _ = replica_of(spec, device)
             self._made[device] = stages_of_job(

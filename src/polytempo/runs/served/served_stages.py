@@ -41,7 +41,7 @@ _MOST_MESSAGES = 200
 
 
 @dataclass(frozen=True, eq=False)
-class StageFacts:
+class CutFacts:
     """The stages of a model as shards and the launcher know them."""
 
     begins: tuple[str, ...]
@@ -66,7 +66,7 @@ class StageFacts:
         return vars(self) | {"running": None if self.running is None else self.running.tolist()}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> StageFacts:
+    def from_plain(cls, plain: Mapping[str, Any]) -> CutFacts:
         """The facts of `to_plain`."""
         running = plain["running"]
         return cls(
@@ -114,11 +114,11 @@ class ServedStages:
         return ServedStage(training, *self._whole, self.own, stages, flops_per_sample, self._priced)
 
     @cached_property
-    def facts(self) -> StageFacts:
+    def facts(self) -> CutFacts:
         """The stages as shards and the launcher know them."""
         vectors = [vector for vector in self._running if vector is not None]
         sizes = [0 if vector is None else vector.numel() for vector in self._running]
-        return StageFacts(
+        return CutFacts(
             begins=self._with_values.begins,
             planned=tuple(
                 PlannedStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)

@@ -28,9 +28,9 @@ from polytempo.spec.job_calls import model_of, next_batch
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.start import replica_of
+from polytempo.training.model.host_copies import copies_of_step
 from polytempo.training.model.run_device import beside
 from polytempo.training.step.bucket import Bucket
-from polytempo.training.step.host_copies import copies_of_step
 from polytempo.training.step.job_profile import JobProfile, Pass, profiled, untouched
 from polytempo.training.step.replica import Replica
 
