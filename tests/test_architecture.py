@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 AXES = {"partition", "synchronization", "aggregation", "compression", "collectives", "server"}
 BELOW_TRAINING = {
-    *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
+    *("core", "native", "cluster", "data", *AXES, "flexrr", "federated", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition", "diagnosis"),
 }
 STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log")}
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"core"},
     "cluster": {"core"},
     "data": {"core"},
+    "federated": {"core", "aggregation", "collectives"},
     "synchronization": {"core"},
     "aggregation": {"core"},
     "compression": {"core", "native"},
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diagnosis": {"core"},
     "chaos": {"core", "server"},
     "strategies": {"core", *AXES, "flexrr"},
-    "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
+    "spec": {"core", "cluster", "data", *AXES, "flexrr", "federated", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds", "spec.text.notebook_table", "spec.text.plain_text", "spec.result"},
     "trackers": {"core", "report.status", "spec"},

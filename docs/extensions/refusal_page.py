@@ -22,6 +22,7 @@ CHAPTERS = {
     "PT22": "Trackers",
     "PT23": "Callbacks",
     "PT24": "Profiles",
+    "PT25": "Rounds of clients",
 }
 HEAD = """# Refusals
 

@@ -18,6 +18,8 @@ from polytempo.one_host.hogwild import Updates
 from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange, rounds
 from polytempo.partition.plan import volumes
 from polytempo.partition.plan.choice import exchange_bytes
+from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
 from polytempo.training.virtual.virtual_step import priced_step
@@ -164,7 +166,7 @@ def test_a_hybrid_trains_as_one_process(num_ranks: int, optimizer: str) -> None:
     async def program(port: Port) -> Any:
         net = await suspendable(lambda: pt.hybrid(made(images), ["7", "9", "11"], port=port))
         replica = Replica(net, makes[optimizer](net.parameters()), s.sync_sgd(c.ring), port.size)
-        step = priced_step(replica, job, StepCost(100.0), Updates(None))
+        step = priced_step(replica, RunSpec.of(job, replica.strategy, 1, RunOptions()), StepCost(100.0), Updates(None))
         for number, each in enumerate(inputs):
             await port.mark(number)
             mine = each.chunk(num_ranks)[port.rank]

@@ -23,6 +23,8 @@ from polytempo.one_host.hogwild import Updates, share_storage
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
 from polytempo.training.virtual.virtual_step import priced_step
@@ -132,6 +134,7 @@ def test_an_error_inside_is_raised_at_the_await_and_lets_the_next_one_in() -> No
 def trained(update: Any, num_ranks: int, num_steps: int, seed: int = 0) -> tuple[Tensor, list[int]]:
     """The one copy after `num_steps` steps of each rank, and the ranks of all updates in their order."""
     strategy, models = strategies.hogwild(update), [model() for _ in range(num_ranks)]
+    spec = RunSpec.of(JOB, strategy, num_ranks, RunOptions())
     share_storage(models)
     replicas = [Replica(m, JOB.optimizer(m.parameters(), JOB.lr), strategy, num_ranks) for m in models]
     updates = [Updates(strategy.one_copy, Random(f"{seed}/{rank}")) for rank in range(num_ranks)]
@@ -141,7 +144,7 @@ def trained(update: Any, num_ranks: int, num_steps: int, seed: int = 0) -> tuple
 
     async def program(port: Port) -> None:
         batches = shard(port.rank, num_ranks)
-        step = priced_step(replicas[port.rank], JOB, StepCost(100.0), updates[port.rank])
+        step = priced_step(replicas[port.rank], spec, StepCost(100.0), updates[port.rank])
         for number in range(num_steps):
             await port.mark(number)
             await step(port, next(batches), 2, None)

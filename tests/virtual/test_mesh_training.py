@@ -44,7 +44,9 @@ def context(port: Port, strategy: Strategy, options: RunOptions, observer: Virtu
     shard = DataShard(
         data.training(), rank=data_port.rank, size=data_port.size, batch_size=spec.batch_size, seed=spec.seed
     )
-    take_step = priced_step(replica, job, StepCost(100.0), Updates(strategy.one_copy))
+    take_step = priced_step(
+        replica, RunSpec.of(job, replica.strategy, 1, RunOptions()), StepCost(100.0), Updates(strategy.one_copy)
+    )
     return TrainingContext(spec, Whole(replica), shard, data, take_step, observer)
 
 

@@ -16,6 +16,8 @@ from polytempo.core.suspension import drive, suspendable
 from polytempo.large_batch.layer_wise import LARS
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.tensor import SplitModel
+from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.parted_parameters import clip_grad_norm_, counted_elsewhere
 from polytempo.training.model.ports import ports_of
 from polytempo.training.step.replica import Replica
@@ -85,7 +87,7 @@ def trained(
         net = whole if model == 1 else await suspendable(lambda: pt.split(whole, rules, sequence=sequence, port=place))
         scored = Scored(net)
         replica = Replica(scored, optimizers()[optimizer](scored.parameters()), strategy, others.size)
-        step = priced_step(replica, job, StepCost(100.0), Updates(None))
+        step = priced_step(replica, RunSpec.of(job, replica.strategy, 1, RunOptions()), StepCost(100.0), Updates(None))
         for number in range(steps):
             await port.mark(number)
             torch.manual_seed(10 * number + others.rank)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core.rule import Service
@@ -94,6 +96,35 @@ class InSlices:
     number: int
 
 
+class LocalTraining(NamedTuple):
+    """The training of a client in a round."""
+
+    epochs: int = 1
+    batch_size: int | None = 10
+    """Samples of a step; None: all that the client has."""
+    proximal: float = 0.0
+    """μ of μ/2 ‖θ - θ_round‖², which is added to the loss."""
+
+    def steps(self, samples: Tensor) -> Tensor:
+        """Steps of clients with so many samples."""
+        return self.epochs * torch.ceil(samples / samples.clamp(max=self.batch_size or float("inf")))
+
+
+@dataclass(frozen=True)
+class InRounds(InSlices):
+    """Meeting: each step is a round, in which `number` of many clients train from the same model.
+
+    A client's movement θ - θ_k is its slice's gradient, and the server's optimizer makes the step. Slices make the
+    result the same for any number of workers.
+    """
+
+    local: LocalTraining
+    shares: Callable[[Tensor, LocalTraining], Tensor]
+    """The clients' weights in the sum of their movements, from their numbers of samples; both of shape (number,)."""
+    server: Callable[[Iterable[nn.Parameter]], Optimizer]
+    """Makes the optimizer of the rounds."""
+
+
 @dataclass(frozen=True)
 class OnOneCopy:
     """Meeting: the parameters exist once per host, and its ranks write to them by this turn."""
@@ -101,7 +132,7 @@ class OnOneCopy:
     turn: Turn
 
 
-Meeting = ByMessages | InSlices | OnOneCopy | Service
+Meeting = ByMessages | InSlices | InRounds | OnOneCopy | Service
 """Partners of a worker. A `Service`: the parameters are at a parameter server; the transforms push and pull."""
 
 
@@ -171,6 +202,11 @@ class Strategy:
         return self.meeting.number if isinstance(self.meeting, InSlices) else None
 
     @property
+    def rounds(self) -> InRounds | None:
+        """The rounds of clients; None where workers train on the data themselves."""
+        return self.meeting if isinstance(self.meeting, InRounds) else None
+
+    @property
     def one_copy(self) -> Turn | None:
         """The turn of ranks that write to one copy of the parameters; None where each has its own."""
         return self.meeting.turn if isinstance(self.meeting, OnOneCopy) else None
@@ -202,6 +238,7 @@ class Strategy:
             "one copy": self.one_copy is not None,
             "racing": self.one_copy not in (None, "together"),
             "slices": self.slices is not None,
+            "rounds": self.rounds is not None,
             "stages": self.schedule is not None,
             "parts": self.parted is not None,
             "groups": self.distillation is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 from typing import Any, final
@@ -87,12 +87,14 @@ class DataShard:
         together: int = 1,
         micro_batches: int = 1,
         device: torch.device | None = None,
+        order: Callable[[int], Tensor] | None = None,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
         `global_batch_size` counts all ranks' samples, and overrides `batch_size`. `gathered` is shared by ranks of one
         process: a batch is then a window into it, where tensors in memory are dealt whole. `device`: batches are moved
         there (None: they stay), of tensors in memory one ahead; reading others may draw random numbers for its step.
+        `order`: the items of an epoch, in place of a permutation.
         """
         if global_batch_size is not None:
             batch_size = -(-global_batch_size // size)
@@ -105,6 +107,7 @@ class DataShard:
         self._loader: DataLoader[Any] | None = None
         self._gathered, self._together, self._micro_batches = gathered, together, micro_batches
         self._device, self._mover = device, BatchMover(device)
+        self._given_order = order
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
@@ -270,6 +273,7 @@ class DataShard:
             slices=self.slices,
             micro_batches=self._micro_batches,
             device=self._device,
+            order=self._given_order,
         )
         other.balanced = self.balanced
         other.load_state_dict(self.state_dict())
@@ -349,6 +353,8 @@ class DataShard:
         return zip(steps, self._loader, strict=True)
 
     def _order(self, num_samples: int, epoch: int) -> Tensor:
+        if self._given_order is not None:
+            return self._given_order(epoch)
         return permutation(num_samples, self.seed, epoch) if self.shuffle else torch.arange(num_samples)
 
 

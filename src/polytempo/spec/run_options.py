@@ -188,6 +188,12 @@ class RunOptions:
     As text, `pt.callbacks.early_stop(patience=3)`, or an object of a class derived from `pt.callbacks.Callback`. They
     may ask for the run's end, a checkpoint or an evaluation. See `docs/callbacks.md`.
     """
+    clients: Annotated[str | None, Option(TRAINING, "PARTITION", ONE_STRATEGY)] = None
+    """Deal the training data to clients: 'iid(100)', 'dirichlet(100, alpha=0.5)', 'shards(100, per_client=2)' or
+    'by_size(100)'.
+
+    For strategies of rounds, such as `fed_avg`. Default: the clients of the job's data (`pt.federated.clients`).
+    """
     noise_scale: Annotated[Count | None, Option(TRAINING, "K", ONE_STRATEGY)] = None
     """Measure the gradient noise scale every K steps, such as 32.
 

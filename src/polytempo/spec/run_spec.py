@@ -58,6 +58,8 @@ class RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
         check_job(job)
         _check_features(job, strategy, workers, options)
+        if strategy.rounds is not None:  # an item of the data is a client
+            options = replace(options, batch_size=None, global_batch_size=strategy.slices)
         if strategy.before is not None:  # a first run that cannot be is refused before anything begins
             cls.of(job, strategy.before.strategy, workers, _of_first(options, strategy.before.steps))
         each = options.batch_size or job.batch_size
@@ -226,6 +228,9 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "job schedule": job.schedule is not None,
         "weight": job.weight is not None,
         "no folder": options.out is None,
+        "clients": options.clients is not None,
+        "no rounds": strategy.rounds is None,
+        "batch size": options.batch_size is not None or options.global_batch_size is not None,
         "folder at a URL": ":" in str(options.out),
         "profile": options.profile is not None,
     }

@@ -133,7 +133,7 @@ class Trainer:
             data=self.data,
             take_step=part.take_step,
             observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
-            scheduler=schedule_of(job, part.replica.optimizer, len(shard)),
+            scheduler=None if spec.strategy.rounds else schedule_of(job, part.replica.optimizer, len(shard)),
             average=average_of(self.model, options),
             host=host_of(options),
             unchecked=unfinite_names(self.model),
@@ -334,7 +334,7 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
-    gradients = StepGradients(handle.replica, spec.job, spec.strategy, spec.seed, handle.no_sync)
+    gradients = StepGradients(handle.replica, spec, handle.no_sync)
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         handle.begin_batch(share)

@@ -26,6 +26,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import batch_weight, loss_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.client_turns import cohorts_of
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
 from polytempo.training.model.run_device import beside, devices_of, on_device, run_device
@@ -77,6 +78,7 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         options.inter_threads,
         str(options.precision),
         options.device if here else "",
+        options.clients,
     )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
@@ -113,6 +115,8 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
             check_model(model, each.strategy)
             if job.weight is None:
                 check_loss(job.loss, each.strategy)
+            if each.strategy.rounds is not None:
+                cohorts_of(each, data)
             if each.strategy.schedule is not None and not backward:
                 pass  # a cut counts the operations of a backward pass
             elif each.strategy.server is not None:

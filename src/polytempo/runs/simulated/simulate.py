@@ -268,7 +268,7 @@ def _context(
         if isinstance(model, PartedModel):
             holding = HeldParts(ModelParts(model, replica, port, names))
         if together is None:
-            take_step = priced_step(replica, spec.job, cost, updates, spec.seed)
+            take_step = priced_step(replica, spec, cost, updates)
         else:
             take_step = together.step(port.rank, replica, cost, updates)
     else:
@@ -284,7 +284,7 @@ def _context(
         data=data,
         take_step=take_step,
         observer=observer,
-        scheduler=schedule_of(spec.job, holding.replica.optimizer, len(shard)),
+        scheduler=None if spec.strategy.rounds else schedule_of(spec.job, holding.replica.optimizer, len(shard)),
         average=average_of(model, spec.options),
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,

@@ -12,6 +12,9 @@ from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.cluster_file import read_cluster
 from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
+from polytempo.federated import partitions
+from polytempo.federated import strategies as federated_strategies
+from polytempo.federated.partitions import Partition
 from polytempo.partition import scheduled, schedules
 from polytempo.server.rules import staleness
 from polytempo.spec import then as then_module
@@ -21,6 +24,7 @@ from polytempo.spec.text.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
 _FOLDERS |= {"strategies": strategies, "partition.schedules": schedules, "server.rules.staleness": staleness}
+_FOLDERS |= {"federated.partitions": partitions, "federated.strategies": federated_strategies}
 _FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data, "spec.then": then_module}
 
 
@@ -74,6 +78,11 @@ def cluster_from(given: Cluster | str) -> Cluster:
 def codec_of(given: Codec | str | None) -> Codec | None:
     """A codec that is given as it is or as text: int8(), "int8", "qsgd(levels=127)". ValueError for wrong text."""
     return cast("Codec", NAMES.codec(given)) if isinstance(given, str) else given
+
+
+def parse_partition(text: str) -> Partition:
+    """The partition of data over clients that `text` describes, such as `dirichlet(100, alpha=0.5)`."""
+    return cast("Partition", NAMES.partition(text))
 
 
 def parse_strategies(text: str | None) -> list[Strategy]:

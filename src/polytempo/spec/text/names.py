@@ -57,6 +57,10 @@ class Names(NamedTuple):
     """Programs of scheduled model parallelism."""
     then: Function
     """A strategy after another one."""
+    federated: Mapping[str, Function]
+    """Strategies of rounds of clients."""
+    partitions: Mapping[str, Function]
+    """Partitions of data over clients."""
     scheduled_data: Mapping[str, Function]
     """Data that programs learn from."""
     arguments: Mapping[str, Mapping[str, object]]
@@ -75,7 +79,7 @@ class Names(NamedTuple):
             if "inner" in inspect.signature(self.strategies[call.name]).parameters:
                 inner = {name: Factory(function) for name, function in self.strategies.items()}
                 arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
-        return resolve(call, self.strategies, arguments, what="strategy")
+        return resolve(call, {**self.strategies, **self.federated}, arguments, what="strategy")
 
     def _then(self, call: Call) -> object:
         """A strategy after another one: two of the three arguments are calls of strategies."""
@@ -97,6 +101,10 @@ class Names(NamedTuple):
     def distribution(self, text: str) -> object:
         """The answer of the straggler distribution's function to the call `text`."""
         return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
+
+    def partition(self, text: str) -> object:
+        """The answer of a partition's function to the call `text`."""
+        return resolve(parse_call(text), self.partitions, {}, what="partition of clients")
 
     def program(self, text: str) -> object:
         """The answer of a scheduled program's function to the call `text`."""
@@ -136,7 +144,7 @@ def names(load: Load) -> Names:
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
     powers = load("server.rules.staleness")
-    scheduled = load("partition.scheduled")
+    scheduled, partitions = load("partition.scheduled"), load("federated.partitions")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
         codecs=codecs,
@@ -147,6 +155,8 @@ def names(load: Load) -> Names:
         invariant=load("collectives")["invariant"],
         scheduled={name: scheduled[name] for name in SCHEDULED},
         then=load("spec.then")["then"],
+        federated=load("federated.strategies"),
+        partitions={name: partitions[name] for name in partitions if name != "by"},
         scheduled_data=load("data.scheduled"),
         arguments={
             **_arguments(load("collectives"), aggregation, codecs, stragglers),

@@ -357,7 +357,7 @@ class ElasticTraining:
         """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer, or between
         the exchange of parameters and their change."""
         model, optimizer, replica = self.model, self.optimizer, handle.replica
-        gradients = StepGradients(replica, self.spec.job, self.spec.strategy, self.spec.seed, handle.no_sync)
+        gradients = StepGradients(replica, self.spec, handle.no_sync)
 
         async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             if self._stop:

@@ -20,11 +20,13 @@ from polytempo.core import Port
 from polytempo.core.state import nodes
 from polytempo.core.strategy import Distillation
 from polytempo.data.shard import DataShard
+from polytempo.federated.clients import only
 from polytempo.partition.tensor import SplitModel
 from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.client_turns import cohorts_of
 from polytempo.training.model.ports import DATA, ports_of
 from polytempo.training.step.replica import Replica
 
@@ -72,8 +74,12 @@ def data_of_group(data: Data, port: Port) -> Data:
 def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataShard:
     """This rank's shard of its group's samples; `more` goes to `DataShard`."""
     place = ports_of(port).data
+    source = data_of_group(data, port).training()
+    if spec.strategy.rounds is not None:
+        cohorts = cohorts_of(spec, data)
+        source, more["order"] = DataLoader(cohorts, collate_fn=only), cohorts.order
     return DataShard(
-        data_of_group(data, port).training(),
+        source,
         rank=place.rank,
         size=place.size,
         batch_size=spec.batch_size,

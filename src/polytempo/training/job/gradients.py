@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from polytempo.core import Strategy
-from polytempo.spec.job import Job
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.client_turns import ClientTurns
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
@@ -17,19 +17,18 @@ from polytempo.training.step.replica import Replica
 
 
 class StepGradients:
-    """Computes gradients of `replica` as the run's `strategy` asks. `silent`: around passes that exchange nothing."""
+    """Computes gradients of `replica` as the run's strategy asks. `silent`: around passes that exchange nothing."""
 
     def __init__(
         self,
         replica: Replica,
-        job: Job,
-        strategy: Strategy,
-        seed: int,
+        spec: RunSpec,
         silent: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._replica, self._silent = replica, silent
-        self._objective = objective_of(job, replica, strategy.distillation)
-        self._sliced = None if strategy.slices is None else SlicedGradients(replica, job, seed)
+        self._objective = objective_of(spec.job, replica, spec.strategy.distillation)
+        sliced = SlicedGradients if spec.strategy.rounds is None else ClientTurns
+        self._sliced = None if spec.strategy.slices is None else sliced(replica, spec)
 
     @property
     def work(self) -> float:

@@ -27,7 +27,7 @@ from polytempo.training.job.context import Moment, Observer, TrainingContext, Tr
 from polytempo.training.job.evaluate import check_goals
 from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.job.meter import Meter
-from polytempo.training.job.sliced_step import next_slices, weighed_slices
+from polytempo.training.job.sliced_step import BatchSlice, next_slices, weighed_slices
 from polytempo.training.job.step_parts import parts_of
 from polytempo.training.model.agree import share_of
 from polytempo.training.model.ports import Ports, ports_of
@@ -165,8 +165,7 @@ async def _weighed(data: Port, context: TrainingContext, batch: Any) -> tuple[An
     if noise is not None:
         noise.samples = shard.local_samples if pieces is None else pieces.samples
     if shard.slices is not None:
-        weigh = None if context.job.weight is None else partial(batch_weight, context.job)
-        return await weighed_slices(data, shard.slices, batch, weigh), shard.batch_samples, 1.0
+        return await _weighed_slices(data, context, shard.slices, batch), shard.batch_samples, 1.0
     if pieces is None:
         return batch, shard.batch_samples, shard.share
     if pieces.weight is None:
@@ -175,6 +174,14 @@ async def _weighed(data: Port, context: TrainingContext, batch: Any) -> tuple[An
     always = strategy.schedule is not None or strategy.one_copy == "together"  # or perhaps in a later step
     share = await share_of(data, pieces.weight) if always or context.replica.exchanges_next() else None
     return batch, max(1, pieces.samples), share
+
+
+async def _weighed_slices(data: Port, context: TrainingContext, number: int, batch: Any) -> list[BatchSlice]:
+    """The slices, with their shares by the job's weight, or of clients by their samples."""
+    rounds, job = context.spec.strategy.rounds, context.job
+    if rounds is not None:
+        return await weighed_slices(data, number, batch, len, lambda samples: rounds.shares(samples, rounds.local))
+    return await weighed_slices(data, number, batch, None if job.weight is None else partial(batch_weight, job))
 
 
 def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:

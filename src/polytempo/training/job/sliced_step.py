@@ -25,6 +25,7 @@ from polytempo.data.shard import DataShard
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.requirements import check_sliced
 from polytempo.training.step.replica import Replica
@@ -57,24 +58,35 @@ def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
 
 
 async def weighed_slices(
-    data: Port, number: int, slices: list[BatchSlice], weigh: Callable[[Any], float] | None
+    data: Port,
+    number: int,
+    slices: list[BatchSlice],
+    weigh: Callable[[Any], float] | None,
+    shares: Callable[[Tensor], Tensor] | None = None,
 ) -> list[BatchSlice]:
-    """The slices, with their shares by another weight than their samples; the same bits for any number of ranks."""
+    """The slices, with their shares by another weight than their samples; the same bits for any number of ranks.
+
+    `shares`: the shares of all slices from their weights. None: each weight's part of the sum.
+    """
     if weigh is None:
         return slices
     weights = torch.zeros(number, dtype=torch.float64)
     for piece in slices:
         weights[piece.number] = weigh(piece.batch) if piece.share else 0.0
-    own, total = weights.clone(), math.fsum((await tree(data, weights)).tolist())  # of each, all ranks but one add 0
+    own, weights = weights.clone(), await tree(data, weights)  # of each, all ranks but one add 0
+    if shares is not None:
+        found = shares(weights)
+        return [piece._replace(share=float(found[piece.number])) for piece in slices]
+    total = math.fsum(weights.tolist())
     return [piece._replace(share=float(own[piece.number]) / total if total else 0.0) for piece in slices]
 
 
 class SlicedGradients:
     """Computes the slices of one replica, one after the other, and leaves their weighted sum in `.grad`."""
 
-    def __init__(self, replica: Replica, job: Job, seed: int) -> None:
+    def __init__(self, replica: Replica, spec: RunSpec) -> None:
         check_sliced(replica.model, str(replica.strategy))
-        self._replica, self._job, self._seed = replica, job, seed
+        self._replica, self._job, self._seed = replica, spec.job, spec.seed
         self._parameters = list(replica.trainable.values())
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:

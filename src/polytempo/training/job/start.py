@@ -49,7 +49,8 @@ class FirstWeights(NamedTuple):
 
 
 def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Module, Optimizer]:
-    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate.
+    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate; in rounds of
+    clients the server's.
 
     The model is made as the job makes it, so on the CPU its first values are the same for every `device`, and then
     moved there (None: it stays).
@@ -62,7 +63,8 @@ def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Mo
         _load(model, read_start(spec.options.start_from).tensors, spec)
     if device is not None:
         move_model(model, device)
-    optimizer = optimizer_of(spec.job, model, spec.lr)
+    rounds = spec.strategy.rounds
+    optimizer = optimizer_of(spec.job, model, spec.lr) if rounds is None else rounds.server(model.parameters())
     Threads(inter=spec.options.inter_threads).apply(model)
     return model, optimizer
 

@@ -20,7 +20,7 @@ from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.core.suspension import suspendable
 from polytempo.device import random_states, set_random_states
 from polytempo.one_host.hogwild import Updates
-from polytempo.spec.job import Job
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.context import TakeStep
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import Pieces
@@ -62,7 +62,7 @@ def charged(cost: StepCost, replica: Replica, passes: Sequence[float], factor: f
     return Charge(flops, cost.uses(replica, passes, factor), last, cost.shares(replica))
 
 
-def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, seed: int = 0) -> TakeStep:
+def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Updates) -> TakeStep:
     """A step that computes for real and charges `cost`: of its operations a third forward, two thirds backward.
 
     Where a strategy computes in slices, exchanges begin behind the last slice.
@@ -70,7 +70,7 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
 
-    gradients = StepGradients(replica, job, replica.strategy, seed)
+    gradients = StepGradients(replica, spec)
 
     def computed(batch: Any, rank: int) -> Tensor:
         loss = gradients.compute(batch, rank)

@@ -1,0 +1,153 @@
+"""`Clients`: a data set whose samples belong to clients, and `Cohorts`: the clients that train in each round.
+
+clients    0     1     2     3     4     5     6          each with samples of its own
+round 0          ●           ●           ●                a cohort: drawn from (seed, round), nobody twice
+round 1    ●     ●                             ●
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from polytempo.federated.partitions import Partition
+
+
+class PartitionFacts(NamedTuple):
+    """A partition in numbers."""
+
+    clients: int
+    samples: int
+    sizes: tuple[int, int, int]
+    """Samples of the smallest, the median and the largest client."""
+    entropy: float | None
+    """The mean over clients of the entropy of their classes, in bits. None: targets are no classes."""
+    distance: float | None
+    """The mean over clients, by samples, of half the L1 distance of their classes from all clients' classes: 0 to 1."""
+
+
+@final
+class Clients(Dataset[Any]):
+    """A data set and the numbers of each client's samples; as a data set it is the whole one."""
+
+    def __init__(self, dataset: Dataset[Any], parts: Sequence[Tensor]) -> None:
+        """ValueError for a client without samples, and for a sample of two clients."""
+        length = len(dataset)  # type: ignore[arg-type]
+        used = torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.long)
+        if not len(used) or any(not len(part) for part in parts):
+            raise ValueError("a client without samples cannot train; leave it out, or use fewer clients")
+        if len(used.unique()) != len(used) or int(used.max()) >= length:
+            raise ValueError(f"parts of clients must name different samples of 0 to {length - 1}")
+        self.dataset, self.parts = dataset, list(parts)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[number]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each client."""
+        return [len(part) for part in self.parts]
+
+    def counts(self) -> Tensor:
+        """Samples of each class of each client, shape (clients, classes)."""
+        labels = labels_of(self.dataset)
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ValueError("the targets of these data are no classes, so clients cannot be counted by class")
+        classes = int(labels.max()) + 1
+        return torch.stack([torch.bincount(labels[part], minlength=classes) for part in self.parts])
+
+    def facts(self) -> PartitionFacts:
+        """The partition in numbers."""
+        sizes = sorted(self.sizes)
+        entropy = distance = None
+        labels = labels_of(self.dataset)
+        if labels.dim() == 1 and not labels.is_floating_point():
+            counts = self.counts().double()
+            own, whole = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
+            entropy = float(-(own * own.clamp(min=1e-300).log2()).sum(1).mean())
+            apart = (own - whole).abs().sum(1) / 2
+            distance = float((apart * counts.sum(1)).sum() / counts.sum())
+        return PartitionFacts(len(sizes), sum(sizes), (sizes[0], sizes[len(sizes) // 2], sizes[-1]), entropy, distance)
+
+
+def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0) -> Clients:
+    """The samples of `dataset` dealt to clients by `partition`; the same for the same seed.
+
+        train, test = pt.data.mnist(path)
+        pt.Data(pt.federated.clients(train, pt.federated.shards(100, per_client=2)), test)
+
+    A job with such training data needs no option `clients`.
+    """
+    return Clients(dataset, partition(labels_of(dataset), seed))
+
+
+def labels_of(dataset: Dataset[Any]) -> Tensor:
+    """The targets of a data set of pairs: the last tensor of a `TensorDataset`, else the second part of each sample."""
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[-1]
+    length = len(dataset)  # type: ignore[arg-type]
+    return torch.stack([torch.as_tensor(dataset[number][1]) for number in range(length)])
+
+
+class Client(NamedTuple):
+    """A client in a round."""
+
+    number: int
+    dataset: Dataset[Any]
+    part: Tensor
+    """The numbers of its samples."""
+    collate: Callable[[list[Any]], Any] | None
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def batches(self, batch_size: int | None, order: Tensor) -> Iterator[Any]:
+        """Its samples in batches of at most so many, in `order`, a permutation of 0 to len - 1."""
+        for chosen in self.part[order].split(batch_size or len(order)):
+            if isinstance(self.dataset, TensorDataset) and self.collate is None:
+                yield [tensor.index_select(0, chosen) for tensor in self.dataset.tensors]
+            else:
+                samples = [self.dataset[number] for number in chosen.tolist()]
+                yield (self.collate or default_collate)(samples)
+
+
+@final
+class Cohorts(Dataset[Client]):
+    """The clients of rounds as `DataShard` deals them: `order(round)` draws a cohort, and an item is a client."""
+
+    def __init__(
+        self, clients: Clients, size: int, seed: int, collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        """`size`: clients in a round. ValueError where there are not so many."""
+        if size > len(clients.parts):
+            raise ValueError(
+                f"a round of {size} clients needs that many, and there are {len(clients.parts)}; give a smaller cohort"
+            )
+        self.clients, self._size, self._seed, self._collate = clients, size, seed, collate
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> Client:
+        return Client(number, self.clients.dataset, self.clients.parts[number], self._collate)
+
+    def order(self, round_number: int) -> Tensor:
+        """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition."""
+        digest = hashlib.sha256(f"polytempo,cohort,{self._seed},{round_number}".encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+        return torch.from_numpy(random.choice(len(self.clients.parts), self._size, replace=False))
+
+
+def only(clients: list[Client]) -> Client:
+    """The one client of a list."""
+    [client] = clients
+    return client

@@ -1,0 +1,50 @@
+"""`in_rounds`: a strategy whose step is a round of clients, and the rules that weigh them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from polytempo.aggregation import mean
+from polytempo.collectives.invariant import Invariant
+from polytempo.core import Strategy
+from polytempo.core.calls.typed_arguments import check_whole
+from polytempo.core.strategy import InRounds, LocalTraining
+
+Shares = Callable[[Tensor, LocalTraining], Tensor]
+_PLAIN = partial(SGD, lr=1.0)
+"""θ ← θ - Δ."""
+
+
+def by_samples(samples: Tensor, local: LocalTraining) -> Tensor:
+    """nₖ / Σ n."""
+    return samples / samples.sum()
+
+
+def normalised(samples: Tensor, local: LocalTraining) -> Tensor:
+    """pₖ τ_eff / τₖ with pₖ = nₖ / Σ n, τₖ steps of client k, and τ_eff = Σ pₖ τₖ: movements for equally many steps."""
+    parts, steps = by_samples(samples, local), local.steps(samples)
+    return parts * (parts * steps).sum() / steps
+
+
+def in_rounds(
+    name: str,
+    cohort: int,
+    local: LocalTraining,
+    shares: Shares = by_samples,
+    server: Callable[[Iterable[nn.Parameter]], Optimizer] = _PLAIN,
+) -> Strategy:
+    """The strategy of rounds with `cohort` clients each. ValueError for impossible numbers."""
+    check_whole(cohort=cohort, epochs=local.epochs)
+    if cohort < 1 or local.epochs < 1 or (local.batch_size is not None and local.batch_size < 1):
+        raise ValueError(
+            f"a round needs at least a client, an epoch and a sample in a batch; got cohort={cohort}, "
+            f"epochs={local.epochs}, batch_size={local.batch_size}"
+        )
+    if not local.proximal >= 0:
+        raise ValueError(f"mu must be at least 0, got {local.proximal}")
+    meeting = InRounds(cohort, local, shares, server)
+    return Strategy(name, gradients=mean(Invariant(cohort)), meeting=meeting)

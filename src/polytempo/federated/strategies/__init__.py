@@ -1,0 +1,22 @@
+"""The federated strategies: each a few lines over a round of clients, with the paper that it comes from."""
+
+from polytempo.core.calls.typed_arguments import typed
+from polytempo.federated.strategies.fed_adagrad import fed_adagrad
+from polytempo.federated.strategies.fed_adam import fed_adam
+from polytempo.federated.strategies.fed_avg import fed_avg
+from polytempo.federated.strategies.fed_avg_m import fed_avg_m
+from polytempo.federated.strategies.fed_nova import fed_nova
+from polytempo.federated.strategies.fed_prox import fed_prox
+from polytempo.federated.strategies.fed_yogi import fed_yogi
+
+__all__ = [
+    "fed_adagrad",
+    "fed_adam",
+    "fed_avg",
+    "fed_avg_m",
+    "fed_nova",
+    "fed_prox",
+    "fed_yogi",
+]
+
+globals().update({name: typed(globals()[name]) for name in __all__})
