@@ -32,7 +32,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"core"},
     "cluster": {"core"},
     "data": {"core"},
-    "federated": {"core", "aggregation", "collectives"},
     "synchronization": {"core"},
     "aggregation": {"core"},
     "compression": {"core", "native"},
@@ -45,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": {"core"},
     "diagnosis": {"core"},
     "chaos": {"core", "server"},
+    "federated": {"core", "aggregation", "collectives"},
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "federated", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
@@ -431,6 +431,7 @@ SHARED_NAMES = {
     "Push": "core's op and the message that performs it at a shard, whose name is the wire's and the record's",
     "Pull": "the same",
     "State": "Horovod's name in its elastic API; a shard's state, whose name is the wire's and the record's",
+    "Client": "a worker's talk with its shards; a client of a federated round, the field's word",
     "Progress": "FlexRR's message, whose name is the wire's; the terminal's line",
 }
 """Public classes of two folders that share a name, each with its reason."""

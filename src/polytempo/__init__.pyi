@@ -9,6 +9,7 @@ from polytempo import core as core
 from polytempo import data as data
 from polytempo import engines as engines
 from polytempo import errors as errors
+from polytempo import federated as federated
 from polytempo import interop as interop
 from polytempo import jobs as jobs
 from polytempo import large_batch as large_batch

@@ -219,7 +219,7 @@ def test_the_jobs_own_clients_train() -> None:
 
 
 def test_samples_that_are_collated() -> None:
-    """Ragged samples, and a data set that is no tensor in memory."""
+    """Samples that are read one by one."""
 
     class Listed(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:

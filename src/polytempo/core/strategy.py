@@ -112,7 +112,7 @@ class LocalTraining(NamedTuple):
 
 @dataclass(frozen=True)
 class InRounds(InSlices):
-    """Meeting: each step is a round, in which `number` of many clients train from the same model.
+    """Meeting: each step is a round of `number` clients, drawn from many. They train from the same model.
 
     A client's movement θ - θ_k is its slice's gradient, and the server's optimizer makes the step. Slices make the
     result the same for any number of workers.

@@ -1,4 +1,4 @@
-"""Federated learning: clients with data of their own, their partitions, and strategies whose step is a round."""
+"""Federated learning: clients with data of their own, their partitions, and strategies of rounds."""
 
 from polytempo.federated import strategies
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients

@@ -1,7 +1,7 @@
-"""`Clients`: a data set whose samples belong to clients, and `Cohorts`: the clients that train in each round.
+"""`Clients`: a data set with the samples of each client, and `Cohorts`: the clients that train in each round.
 
 clients    0     1     2     3     4     5     6          each with samples of its own
-round 0          ●           ●           ●                a cohort: drawn from (seed, round), nobody twice
+round 0          ●           ●           ●                a cohort: drawn from (seed, round), all different
 round 1    ●     ●                             ●
 """
 
@@ -27,7 +27,7 @@ class PartitionFacts(NamedTuple):
     sizes: tuple[int, int, int]
     """Samples of the smallest, the median and the largest client."""
     entropy: float | None
-    """The mean over clients of the entropy of their classes, in bits. None: targets are no classes."""
+    """The mean over clients of the entropy of their classes, in bits. None: the targets name no class."""
     distance: float | None
     """The mean over clients, by samples, of half the L1 distance of their classes from all clients' classes: 0 to 1."""
 
@@ -61,7 +61,7 @@ class Clients(Dataset[Any]):
         """Samples of each class of each client, shape (clients, classes)."""
         labels = labels_of(self.dataset)
         if labels.dim() != 1 or labels.is_floating_point():
-            raise ValueError("the targets of these data are no classes, so clients cannot be counted by class")
+            raise ValueError("the targets of these data name no class, so clients cannot be counted by class")
         classes = int(labels.max()) + 1
         return torch.stack([torch.bincount(labels[part], minlength=classes) for part in self.parts])
 
@@ -111,7 +111,7 @@ class Client(NamedTuple):
         return len(self.part)
 
     def batches(self, batch_size: int | None, order: Tensor) -> Iterator[Any]:
-        """Its samples in batches of at most so many, in `order`, a permutation of 0 to len - 1."""
+        """Batches of at most so many of its samples, in `order`, a permutation of 0 to len - 1."""
         for chosen in self.part[order].split(batch_size or len(order)):
             if isinstance(self.dataset, TensorDataset) and self.collate is None:
                 yield [tensor.index_select(0, chosen) for tensor in self.dataset.tensors]

@@ -1,4 +1,4 @@
-"""`in_rounds`: a strategy whose step is a round of clients, and the rules that weigh them."""
+"""`in_rounds`: a strategy of rounds of clients, and the rules that weigh them."""
 
 from __future__ import annotations
 

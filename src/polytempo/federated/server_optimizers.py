@@ -1,4 +1,4 @@
-"""Optimizers of a server whose gradient is the clients' mean movement θ - θ_k, as in Reddi et al.
+"""Adaptive optimizers of a server. Its gradient is the clients' mean movement θ - θ_k.
 
 m ← β₁ m + (1 - β₁) Δ        v ← a rule of v and Δ²        θ ← θ - η m / (√v + τ)        Δ = Σ share_k (θ - θ_k)
 

@@ -30,13 +30,14 @@ def strategies(asked: StrategiesOptions) -> None:
     """Print every strategy, then every codec that `codec=` takes: its call, its effect, and its paper."""
     found = [
         *_entries("strategy", {**STRATEGIES, "then": NAMES.then}, signature_of),
+        *_entries("strategy of clients", NAMES.federated, signature_of),
         *_entries("codec", CODECS, signature_of),
         *_entries("wire route", WIRE_ROUTES, lambda function: str(function.__name__)),
     ]
     if asked.json:
         show_json([entry._asdict() for entry in found])
         return
-    for kind in ("strategy", "codec", "wire route"):
+    for kind in ("strategy", "strategy of clients", "codec", "wire route"):
         rows = [(entry.signature, entry.summary, entry.source) for entry in found if entry.kind == kind]
         if kind != "strategy":
             print()

@@ -13,7 +13,7 @@ def fed_nova(cohort: int = 10, epochs: int = 1, batch_size: int | None = 10) -> 
     Clients of equal size make it `fed_avg`. The plain mean leans to the minima of clients that make many steps.
 
     Source: J. Wang, Q. Liu, H. Liang, G. Joshi and H. V. Poor, "Tackling the objective inconsistency problem in
-    heterogeneous federated optimization", 2020. The rule is for clients with plain SGD, for which τₖ is the sum of the
-    weights of a client's gradients; with local momentum it is an approximation.
+    heterogeneous federated optimization", 2020. The rule is for clients with plain SGD; with
+    local momentum it is an approximation.
     """
     return in_rounds(call_name(fed_nova, locals()), cohort, LocalTraining(epochs, batch_size), shares=normalised)

@@ -26,7 +26,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import batch_weight, loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.client_turns import cohorts_of
+from polytempo.training.federated.client_turns import cohorts_of
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
 from polytempo.training.model.run_device import beside, devices_of, on_device, run_device

@@ -32,6 +32,7 @@ class OptionKeywords(TypedDict, total=False):
     ema: float | None
     precision: Precision | str | None
     callbacks: Sequence[object] | str
+    clients: str | None
     noise_scale: int | None
     batch_growth: BatchGrowth | str
     start_from: str | None

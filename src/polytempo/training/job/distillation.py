@@ -26,7 +26,7 @@ from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.client_turns import cohorts_of
+from polytempo.training.federated.client_turns import cohorts_of
 from polytempo.training.model.ports import DATA, ports_of
 from polytempo.training.step.replica import Replica
 

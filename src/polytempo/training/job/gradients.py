@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.client_turns import ClientTurns
+from polytempo.training.federated.client_turns import ClientTurns
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients

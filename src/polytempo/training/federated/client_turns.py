@@ -25,7 +25,7 @@ from polytempo.training.step.replica import Replica
 
 
 def cohorts_of(spec: RunSpec, data: Data) -> Cohorts:
-    """The cohorts of a run's rounds. ValueError where nothing says which samples are whose."""
+    """The cohorts of a run's rounds. ValueError for data without clients."""
     assert spec.strategy.rounds is not None
     train, given = data.train, spec.options.clients
     if isinstance(train, Clients):
