@@ -23,6 +23,7 @@ CHAPTERS = {
     "PT23": "Callbacks",
     "PT24": "Profiles",
     "PT25": "Rounds of clients",
+    "PT26": "Data sources",
 }
 HEAD = """# Refusals
 

@@ -13,6 +13,14 @@ from polytempo.data.readers.text import characters, read_characters
 from polytempo.data.rows import SparseRows, Sparsity, libsvm_rows, sparsity
 from polytempo.data.shard import DataShard
 from polytempo.data.streams.sharded_data import InMemoryShards, ShardedData
+from polytempo.data.streams.sources.hugging_face import huggingface
+from polytempo.data.streams.sources.json_lines import json_lines
+from polytempo.data.streams.sources.mapped import filtered, mapped
+from polytempo.data.streams.sources.mixture import mixture
+from polytempo.data.streams.sources.packed import document_mask, packed
+from polytempo.data.streams.sources.parquet import parquet
+from polytempo.data.streams.sources.tar_samples import webdataset
+from polytempo.data.streams.sources.token_files import tokens
 
 __all__ = [
     "DataShard",
@@ -26,15 +34,25 @@ __all__ = [
     "csv_classes",
     "csv_regression",
     "digits",
+    "document_mask",
+    "filtered",
     "from_spark",
+    "huggingface",
     "images",
+    "json_lines",
     "libsvm",
     "libsvm_rows",
+    "mapped",
+    "mixture",
     "mnist",
+    "packed",
+    "parquet",
     "plan",
     "read_characters",
     "read_idx",
     "read_parts",
     "scheduled",
     "sparsity",
+    "tokens",
+    "webdataset",
 ]

@@ -1,0 +1,142 @@
+"""Parquet: a shard for each row group of the files, and only the columns that are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import msgspec
+
+from polytempo.core.calls.refusals import Incompatible, refuse
+from polytempo.data.streams.sharded_data import ShardedData
+from polytempo.data.streams.sources.arrow_rows import arrow_rows
+from polytempo.data.streams.sources.kept_index import Part, counted
+from polytempo.data.streams.sources.sample_values import check_columns, fields
+from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, library, opened
+
+KEPT_FROM_BYTES = 1 << 20
+ROWS_AT_ONCE = 1024
+_BUFFER_BYTES = 1 << 20
+
+
+class Footer(msgspec.Struct, frozen=True):
+    """The facts of a file that its footer has."""
+
+    rows: list[int]
+    """Rows of each row group."""
+    columns: list[str]
+    digest: str
+
+
+@final
+class Parquet(ShardedData):
+    """The source that `parquet` makes."""
+
+    def __init__(self, urls: Urls, columns: Sequence[str] | None, as_tuple: Sequence[str] | None) -> None:
+        library("pyarrow.parquet", "parquet", "parquet")
+        self._columns = list(columns or as_tuple or ()) or None
+        self._as_tuple = None if as_tuple is None else tuple(as_tuple)
+        files = find_files(urls)
+        self._footers = counted(
+            [
+                Part(
+                    f"parquet\n{file.url}\n{file.size}\n{file.tag}",
+                    lambda file=file: _footer(file),  # type: ignore[misc]
+                    keep=file.size >= KEPT_FROM_BYTES and bool(file.tag),
+                )
+                for file in files
+            ],
+            Footer,
+        )
+        for file, footer in zip(files, self._footers, strict=True):
+            check_columns(self._columns or (), footer.columns, file.url)
+        self._groups = [
+            (file, group)
+            for file, footer in zip(files, self._footers, strict=True)
+            for group in range(len(footer.rows))
+        ]
+        self.names = [f"{file.name}#{group}" for file, group in self._groups]
+        self.counts = [rows for footer in self._footers for rows in footer.rows]
+        if not any(self.counts):
+            refuse({"data source", "no samples"}, where=", ".join(file.url for file in files[:3]))
+
+    @property
+    def identity(self) -> object:
+        """The columns, and hashes of the footers: not the place of the files, which may be moved."""
+        return ["parquet", self._columns, self._as_tuple, [footer.digest for footer in self._footers]]
+
+    def read(self, shard: int, runs: Sequence[range]) -> Iterator[dict[str, Any]]:
+        """The rows in `runs`; the row group is read up to the last of them, and rows between runs are not converted."""
+        file, group = self._groups[shard]
+        runs = [run for run in runs if run]
+        if not runs:
+            return
+        parquet = library("pyarrow.parquet", "parquet", "parquet")
+        with opened(file) as stream, _decoding(file):
+            table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self._columns)
+            begin, at = 0, 0
+            for batch in batches:
+                end = begin + batch.num_rows
+                while at < len(runs) and runs[at].start < end:
+                    first, last = max(runs[at].start, begin), min(runs[at].stop, end)
+                    yield from arrow_rows(batch.slice(first - begin, last - first))
+                    if runs[at].stop > end:
+                        break
+                    at += 1
+                if at == len(runs):
+                    return
+                begin = end
+            refuse(
+                {"data source", "damaged file"}, url=file.url, problem=f"row group {group} ends after {begin:,} rows"
+            )
+
+    def decode(self, raw: dict[str, Any]) -> Any:
+        """The row, or the tuple of its fields."""
+        return fields(raw, self._as_tuple, "the row")
+
+
+def _footer(file: StreamFile) -> Footer:
+    parquet = library("pyarrow.parquet", "parquet", "parquet")
+    with opened(file) as stream, _decoding(file):
+        metadata = parquet.ParquetFile(stream).metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        columns = metadata.schema.to_arrow_schema()
+        facts = [(group.num_rows, group.total_byte_size) for group in groups]
+        digest = hashlib.sha256(f"{file.size} {facts} {columns.remove_metadata()}".encode()).hexdigest()
+        return Footer([group.num_rows for group in groups], list(columns.names), digest)
+
+
+@contextmanager
+def _decoding(file: StreamFile) -> Iterator[None]:
+    """Errors of pyarrow about the content become PT2604; errors of the filesystem, which have a number, pass."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if isinstance(error, Incompatible) or getattr(error, "errno", None) is not None:
+            raise
+        refuse({"data source", "damaged file"}, url=file.url, problem=str(error))
+
+
+def parquet(urls: Urls, *, columns: Sequence[str] | None = None, as_tuple: Sequence[str] | None = None) -> Parquet:
+    """Samples from Parquet files: a dict for each row, a shard for each row group. Needs `polytempo[parquet]`.
+
+        source = pt.data.parquet("s3://bucket/corpus/*.parquet", columns=["input_ids"])
+        source = pt.data.parquet("table.parquet", as_tuple=("features", "label"))
+
+    `urls`: paths or URLs of fsspec, patterns, ranges, or a list of these. `columns`: the columns that are read (None:
+    all). `as_tuple`: samples are tuples of these columns, and only these are read.
+
+    Numbers become tensors of the column's type, and lists of numbers tensors of one dimension; text is `str`, binary
+    `bytes`; a column with nulls and every other type has Python's values.
+
+    Cost: counts come from the footers, which the cache folder (`$POLYTEMPO_CACHE`) keeps for files above 1 MiB. A range
+    of rows reads its columns from the beginning of the row group to the end of the range; write row groups of some
+    1,000 to 100,000 rows.
+
+    Errors: `Incompatible`, a ValueError with a code: PT2601 (no pyarrow), PT2602 (unreadable), PT2603 (changed since),
+    PT2604 (broken off or another format), PT2605 (a column is missing), PT2606 (no samples).
+    """
+    return Parquet(urls, columns, as_tuple)
