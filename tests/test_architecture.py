@@ -161,6 +161,7 @@ IMPORTED_LATE = {
     ("ui/__main__.py", "polytempo.ui.server"): "the page of a command that ends before they are loaded ends with it",
     ("ui/__main__.py", "polytempo.core.system.url_path"): TORCH,
     ("compression/codecs/top_k.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
+    ("data/streams/sources/arrow_rows.py", "pyarrow"): "an extra: only tables of Arrow need it",
     ("data/readers/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/readers/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
     ("interop/averaging_rounds.py", "dask"): "an extra: only partitions of dask need it",

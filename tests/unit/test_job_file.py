@@ -58,6 +58,22 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 # ---------------------------------------------------------------------- the job
 
 
+@pytest.mark.parametrize("path", ['"part-*.jsonl"', '"part-{0..1}.jsonl"', '["part-0.jsonl", "part-1.jsonl"]'])
+def test_data_in_shards_are_named_by_their_reader(path: str, tmp_path: Path) -> None:
+    for name, count in (("part-0", 20), ("part-1", 12), ("test", 5)):
+        rows = [{"x": [n, 1.0, 2.0], "y": n % 2} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f'{{ call = "json_lines", path = {path}, test_path = "test.jsonl", as_tuple = ["x", "y"] }}'
+    written = "\n".join(f"data = {data}" if line.startswith("data") else line for line in JOB.splitlines())
+    (tmp_path / "job.toml").write_text(written)
+    job = jobs.find(str(tmp_path / "job.toml"))
+    found = data_of(job, None)
+    assert (len(found.train), len(found.test)) == (32, 5)  # type: ignore[arg-type]
+    result = pt.simulate(job, "sync_sgd()", workers=2, epochs=1)
+    assert result.steps == 2
+    assert result.accuracy is not None
+
+
 def test_a_job_file_is_the_job_that_its_names_make(file: Path) -> None:
     """Its run has the bits of the same job in Python."""
     found = jobs.find(str(file))

@@ -41,7 +41,7 @@ def documents(*shards: list[int]) -> InMemoryShards:
 
 
 def parts_are_alike(source: ShardedData, rows: list[set[int]]) -> None:
-    """A read of some samples of a shard gives what the read of all gives."""
+    """A read of some samples of a shard gives the same samples as a read of all."""
     for shard, count in enumerate(source.counts):
         whole = list(map(source.decode, source.read(shard, [range(count)])))
         assert len(whole) == count

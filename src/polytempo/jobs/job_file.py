@@ -158,16 +158,26 @@ class _Parts:
         from polytempo.spec.job import Data  # imports torch
 
         name, arguments = self._call("data", given) if isinstance(given, dict) else (given, {})
-        read, own = self._callable("data", name), arguments.pop("path", None)
-        there = own if own is None or "://" in str(own) else self._path.parent / str(own)
+        read, own = self._callable("data", name), self._beside(arguments.pop("path", None))
+        test = self._beside(arguments.pop("test_path", None))
 
         def data(path: Path | None) -> Data:
             kept = {key: self.value(value) for key, value in arguments.items()}
-            chosen = there if path is None else path
+            chosen = own if path is None else path
             answer = read(**kept) if chosen is None else read(chosen, **kept)
-            return answer if isinstance(answer, Data) or not isinstance(answer, tuple) else Data(*answer)
+            if test is not None:
+                return Data(answer, read(test, **kept))
+            if isinstance(answer, Data):
+                return answer
+            return Data(*answer) if isinstance(answer, tuple) else Data(answer)
 
         return data
+
+    def _beside(self, path: object) -> Any:
+        """A path, or a list of paths, that is relative to the file; URLs as they are."""
+        if isinstance(path, list):
+            return [self._beside(each) for each in path]
+        return path if path is None or "://" in str(path) else self._path.parent / str(path)
 
     def schedule(self, given: object) -> Callable[..., Any]:
         """A function of the optimizer and the steps of an epoch; "3 epochs" among its arguments becomes steps."""

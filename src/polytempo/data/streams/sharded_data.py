@@ -65,6 +65,10 @@ class ShardedData(Dataset[Any], ABC):
         row): a buffer holds them, and `decode` makes the final sample of each.
         """
 
+    def of_epoch(self, epoch: int) -> Self:
+        """The source that reads an epoch's samples: this one, unless it has more samples than an epoch."""
+        return self
+
     def decode(self, raw: Any) -> Any:
         """Make the final sample. Called when it is handed out, so random transforms belong here."""
         return raw

@@ -25,6 +25,8 @@ from polytempo.core.system.descriptors import open_descriptor
 
 VERSION = 1
 MAX_BYTES = 1 << 32
+KEPT_FROM_SAMPLES, KEPT_FROM_BYTES = 10_000, 1 << 20
+"""Smaller sources and smaller files are counted each time."""
 WAIT_S = 3600.0
 """The longest wait for another process that counts; then this one counts, too."""
 _LOOK_S = 0.05
@@ -38,7 +40,7 @@ class _Kept(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-class Part(msgspec.Struct, Generic[Facts]):
+class PartToCount(msgspec.Struct, Generic[Facts]):
     """A part of a source: its key, with the state of its data in it, and the function that counts it."""
 
     key: str
@@ -53,7 +55,7 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polytempo/streams"
 
 
-def counted(parts: Sequence[Part[Facts]], kind: type[Facts]) -> list[Facts]:
+def counted(parts: Sequence[PartToCount[Facts]], kind: type[Facts]) -> list[Facts]:
     """The facts of all parts, from the cache where they are there. Processes that count at the same time share the
     work: each takes the parts that no other process has begun.
     """

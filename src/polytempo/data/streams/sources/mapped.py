@@ -10,7 +10,7 @@ import numpy as np
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.streams.sharded_data import ShardedData, runs_of
-from polytempo.data.streams.sources.kept_index import Part, counted
+from polytempo.data.streams.sources.kept_index import KEPT_FROM_SAMPLES, PartToCount, counted
 
 
 @final
@@ -49,8 +49,9 @@ class Filtered(ShardedData):
         self._source, self._keep, self._function = source, keep, [_name(keep), version]
         self.reading = source.reading
         key = f"filtered\n{source.fingerprint}\n{self._function}"
+        keeps = bool(version) and len(source) >= KEPT_FROM_SAMPLES
         parts = [
-            Part(f"{key}\n{shard}", lambda shard=shard: self._count(shard), keep=bool(version))  # type: ignore[misc]
+            PartToCount(f"{key}\n{shard}", lambda shard=shard: self._count(shard), keep=keeps)  # type: ignore[misc]
             for shard in range(len(source.counts))
         ]
         self._kept = [np.frombuffer(kept.numbers, np.int64) for kept in counted(parts, _Kept)]
@@ -79,7 +80,7 @@ class Filtered(ShardedData):
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """The function's module and name, or those of its class."""
+    """The function's module and name, or its class's."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -100,9 +101,9 @@ def filtered(source: ShardedData, keep: Callable[[Any], bool], *, version: str =
     """The samples of the source for that `keep(sample)` is true.
 
     An epoch needs their number before it begins, so `keep` is called once for each sample of the source: a pass over
-    the data in each process. With a `version` processes share this pass, and the cache folder (`$POLYTEMPO_CACHE`)
-    keeps its result for the same data, the same functions by their names, and the same version: give another version
-    where a function changes.
+    the data in each process. With a `version`, and 10,000 samples or more, processes share this pass, and the cache
+    folder (`$POLYTEMPO_CACHE`) keeps its result for the same data, the same functions by their names, and the same
+    version: give another version where a function changes.
 
     Errors: PT2606 where no sample is kept.
     """

@@ -1,4 +1,4 @@
-"""`MarkedFiles`: files with samples one behind the other, and marks from which a range is found without the rest.
+"""`MarkedFiles`: files with samples one behind the other, and marks: a range is read from the mark before it.
 
     file      │ sample 0 │ 1 │ 2 │ … │ 117 │ 118 │ … │ 240 │        a mark every 64 KiB: (sample, offset)
     marks     (0, 0)              (117, 65591)        (233, 131201)
@@ -21,7 +21,7 @@ import numpy as np
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.streams.sharded_data import ShardedData
-from polytempo.data.streams.sources.kept_index import Part, counted
+from polytempo.data.streams.sources.kept_index import KEPT_FROM_BYTES, PartToCount, counted
 from polytempo.data.streams.sources.stream_files import (
     BUFFER_BYTES,
     StreamFile,
@@ -32,8 +32,6 @@ from polytempo.data.streams.sources.stream_files import (
 )
 
 MARK_BYTES = 1 << 16
-KEPT_FROM_BYTES = 1 << 20
-"""A smaller file is counted each time."""
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -75,7 +73,7 @@ class MarkedFiles(ShardedData):
 
     @abstractmethod
     def walk(self, stream: BinaryIO, file: StreamFile, wanted: Iterator[bool]) -> Iterator[tuple[int, Any]]:
-        """From the stream's position on: the offset of each sample, and its content if it is `wanted`, else None.
+        """Walk from the stream's position on: each sample's offset, and its content if it is `wanted`, else None.
 
         It ends with `wanted`. PT2604 where the file does not end as its format demands.
         """
@@ -104,9 +102,9 @@ class MarkedFiles(ShardedData):
                     problem = f"it has fewer than the {self.counts[shard]:,} samples that were counted"
                     refuse({"data source", "damaged file"}, url=file.url, problem=problem)
 
-    def _part(self, file: StreamFile) -> Part[Marks]:
+    def _part(self, file: StreamFile) -> PartToCount[Marks]:
         key = f"{self.reader}\n{file.url}\n{file.size}\n{file.tag}"
-        return Part(key, lambda: self._marks(file), keep=file.size >= KEPT_FROM_BYTES and bool(file.tag))
+        return PartToCount(key, lambda: self._marks(file), keep=file.size >= KEPT_FROM_BYTES and bool(file.tag))
 
     def _marks(self, file: StreamFile) -> Marks:
         samples, offsets, count = [0], [0], 0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.streams.sharded_data import ShardedData, runs_of
-from polytempo.data.streams.sources.kept_index import Part, counted
+from polytempo.data.streams.sources.kept_index import KEPT_FROM_SAMPLES, PartToCount, counted
 from polytempo.data.streams.sources.sample_values import check_columns
 
 DOCUMENTS_OF_BLOCK = 1024
@@ -41,7 +41,7 @@ class _Plan(msgspec.Struct, frozen=True):
     """int32: the sequences of each block."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """The tokens `start` to `stop` (exclusive) of a document."""
 
     document: int
@@ -50,11 +50,11 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its number of tokens."""
+        """The number of tokens."""
         return self.stop - self.start
 
 
-def packing(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+def packing(lengths: Sequence[int], length: int) -> list[list[DocumentPiece]]:
     """Documents of these lengths in sequences of at most `length` tokens: best fit, the longest first.
 
     A document with more than `length` tokens is cut. Pieces of a sequence are in the order of documents.
@@ -63,11 +63,11 @@ def packing(lengths: Sequence[int], length: int) -> list[list[Piece]]:
     [[0, 2], [1, 3, 4]]
     """
     pieces = [
-        Piece(document, start, min(start + length, size))
+        DocumentPiece(document, start, min(start + length, size))
         for document, size in enumerate(lengths)
         for start in range(0, size, length)
     ]
-    sequences: list[list[Piece]] = []
+    sequences: list[list[DocumentPiece]] = []
     free: list[tuple[int, int]] = []  # (free places, sequence), sorted
     for piece in sorted(pieces, key=lambda piece: -piece.size):
         best = bisect_left(free, (piece.size, -1))
@@ -83,7 +83,7 @@ def packing(lengths: Sequence[int], length: int) -> list[list[Piece]]:
 
 class _Document(NamedTuple):
     raw: Any
-    piece: Piece
+    piece: DocumentPiece
     length: int
 
 
@@ -93,13 +93,14 @@ class Packed(ShardedData):
 
     def __init__(self, source: ShardedData, length: int, column: str | int | None, pad: int) -> None:
         if length < 2:
-            raise ValueError(f"length is {length}; a sequence has at least two tokens, of which one predicts the other")
+            raise ValueError(f"length is {length}; a sequence has at least two tokens")
         self._source, self._length, self._column, self._pad = source, length, column, pad
         self.reading = source.reading
         parts = [
-            Part(
+            PartToCount(
                 f"packed\n{source.fingerprint}\n{shard}\n{column!r}\n{length}",
                 lambda shard=shard: self._plan(shard),  # type: ignore[misc]
+                keep=len(source) >= KEPT_FROM_SAMPLES,
             )
             for shard in range(len(source.counts))
         ]
@@ -161,7 +162,7 @@ class Packed(ShardedData):
             begin = end
         return {"tokens": found, "labels": labels, "positions": positions, "segments": segments}
 
-    def _sequences(self, shard: int, runs: Sequence[range]) -> Iterator[tuple[int, list[list[Piece]]]]:
+    def _sequences(self, shard: int, runs: Sequence[range]) -> Iterator[tuple[int, list[list[DocumentPiece]]]]:
         """The first document of each block that has a sequence in `runs`, and these sequences."""
         ends = self._ends[shard]
         numbers = ((int(np.searchsorted(ends, number, "right")), number) for run in runs for number in run)
@@ -223,7 +224,8 @@ def packed(source: ShardedData, length: int, *, column: str | int | None = None,
     token depends on the lengths alone.
 
     Cost: one pass over the source, through its functions, to learn the lengths; the cache folder (`$POLYTEMPO_CACHE`)
-    keeps them for the same source, and processes share the pass. Reading holds the documents of one block.
+    keeps them for a source of 10,000 documents or more, and processes share the pass. Reading holds the documents of
+    one block.
 
     Errors: `Incompatible`, a ValueError with a code: PT2605 (no such column), PT2606 (no tokens), PT2610 (a document
     has another length now). ValueError for documents that are not rows of whole numbers.

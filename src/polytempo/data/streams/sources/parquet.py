@@ -12,11 +12,10 @@ import msgspec
 from polytempo.core.calls.refusals import Incompatible, refuse
 from polytempo.data.streams.sharded_data import ShardedData
 from polytempo.data.streams.sources.arrow_rows import arrow_rows
-from polytempo.data.streams.sources.kept_index import Part, counted
+from polytempo.data.streams.sources.kept_index import KEPT_FROM_BYTES, PartToCount, counted
 from polytempo.data.streams.sources.sample_values import check_columns, fields
 from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, library, opened
 
-KEPT_FROM_BYTES = 1 << 20
 ROWS_AT_ONCE = 1024
 _BUFFER_BYTES = 1 << 20
 
@@ -41,7 +40,7 @@ class Parquet(ShardedData):
         files = find_files(urls)
         self._footers = counted(
             [
-                Part(
+                PartToCount(
                     f"parquet\n{file.url}\n{file.size}\n{file.tag}",
                     lambda file=file: _footer(file),  # type: ignore[misc]
                     keep=file.size >= KEPT_FROM_BYTES and bool(file.tag),

@@ -32,7 +32,7 @@ BLOCK_BYTES = 1 << 20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN = re.compile(r"[*?\[]")
 _TAGS = ("ETag", "etag", "e_tag", "mtime", "LastModified", "last_modified", "updated", "created")
-"""The entries in which filesystems have a file's version or time of change, the best first."""
+"""Entries of a filesystem that have a file's version or time of change, the best first."""
 _DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile)
 
 
@@ -81,12 +81,13 @@ def _spread(name: str) -> Iterator[str]:
 
 
 def _matching(name: str) -> list[str]:
-    if not _PATTERN.search(name):
-        return [name]
+    """The whole names of a file, or of the files of a pattern."""
     with reading(name):
-        fs, pattern = filesystem(name)
-        found = sorted(str(path) for path in fs.glob(pattern))
-        return [str(fs.unstrip_protocol(path)) if "://" in name else path for path in found]
+        fs, path = filesystem(name)
+        if "::" in name:  # a filesystem in a file of another one
+            return [name]
+        found = sorted(map(str, fs.glob(path))) if _PATTERN.search(name) else [path]
+        return [str(fs.unstrip_protocol(each)) if "://" in name else each for each in found]
 
 
 def _found(url: str) -> StreamFile:

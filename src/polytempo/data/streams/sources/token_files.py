@@ -70,7 +70,7 @@ def _array(file: StreamFile, dtype: str | None) -> _Array:
     if kind.kind not in "iu":
         raise ValueError(f"dtype={dtype!r}: tokens are whole numbers, as of int32 or uint16")
     if file.size % kind.itemsize:
-        problem = f"{file.size:,} bytes are no whole number of {kind} (of {kind.itemsize} bytes)"
+        problem = f"{file.size:,} bytes cannot be numbers of {kind}, which has {kind.itemsize} bytes each"
         refuse({"data source", "damaged file"}, url=file.url, problem=problem)
     return _Array(0, kind, file.size // kind.itemsize)
 
