@@ -160,13 +160,19 @@ def own_picks(
     Every part of a step has equally many: fewer than `cuts` if a part of the step has fewer samples.
     """
     for global_samples in batches:
-        fewest = global_samples // parts if shares is None else min(apportioned(global_samples, shares))
+        times = micro_batches(cuts, global_samples, parts, shares)
         for number in own:
-            yield from _cut(pick(start, global_samples, parts, number, shares), max(1, min(cuts, fewest)))
+            yield from cut(pick(start, global_samples, parts, number, shares), times)
         start += global_samples
 
 
-def _cut(whole: Pick, cuts: int) -> Iterator[Pick]:
+def micro_batches(most: int, global_samples: int, parts: int, shares: Shares | None = None) -> int:
+    """The number of micro-batches of each part, at most `most`: every part has a sample in each."""
+    fewest = global_samples // parts if shares is None else min(apportioned(global_samples, shares))
+    return max(1, min(most, fewest))
+
+
+def cut(whole: Pick, cuts: int) -> Iterator[Pick]:
     """A part in micro-batches."""
     for number in range(cuts):
         begin, end = part(whole.num_samples, cuts, number)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
-from itertools import islice
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.data.batches import Batches
@@ -24,20 +23,21 @@ from polytempo.data.plan import (
     global_batches,
     own_picks,
     permutation,
-    pick,
 )
 from polytempo.data.source import (
     Chosen,
     Gathered,
-    Source,
     chosen_loader,
     from_tensors,
     read_source,
     sampler_epoch,
     tensors_of,
-    worker_settings,
 )
 from polytempo.data.spans import PlaceSpan, num_places, parted
+from polytempo.data.streams.lane_reader import LaneLoaders
+from polytempo.data.streams.lanes import Lanes
+from polytempo.data.streams.sharded_data import ShardedData
+from polytempo.data.streams.unsized import from_stream
 
 
 @final
@@ -105,6 +105,8 @@ class DataShard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
+        is_sharded = isinstance(self._source.dataset, ShardedData)
+        self._lanes = LaneLoaders(self._source, seed) if is_sharded else None
         self._gathered, self._together, self._micro_batches = gathered, together, micro_batches
         self._device, self._mover = device, BatchMover(device)
         self._given_order = order
@@ -134,8 +136,8 @@ class DataShard:
         self.global_samples = 0
         self.following = 0
         """Micro-batches of the present batch that have not been handed out yet."""
-        self.left: list[PlaceSpan] = []
-        """Places that are dealt before the rest of the epoch: they were dealt to a worker that was lost with them."""
+        self._left: list[PlaceSpan] | Callable[[], list[PlaceSpan]] = []
+        self._num_left = 0
         self.spans: list[PlaceSpan] = []
         """The places that were handed out in the last step, and count."""
 
@@ -151,6 +153,25 @@ class DataShard:
     def global_batch_size(self) -> int:
         """Samples of all ranks in a step, but for an epoch's last ones."""
         return self._global_batch_size or self.size * self.batch_size
+
+    @property
+    def left(self) -> list[PlaceSpan]:
+        """Places that are dealt before the rest of the epoch: they were dealt to a worker that was lost with them. For
+        `ShardedData` the rests of all lanes; their last places are the epoch's last ones.
+        """
+        if callable(self._left):
+            self._left = self._left()
+        return self._left
+
+    @left.setter
+    def left(self, spans: list[PlaceSpan]) -> None:
+        self._left, self._num_left = spans, num_places(spans)
+
+    @property
+    def used(self) -> int:
+        """Samples of this epoch that have been used: `consumed` without the `left` ones. Negative where these are of an
+        earlier epoch."""
+        return self.consumed - self._num_left
 
     @property
     def in_memory(self) -> bool:
@@ -186,6 +207,9 @@ class DataShard:
 
     def _rest(self) -> Iterator[Any]:
         """The rest of the epoch, or its batches until `deal` changes the shares."""
+        if self._lanes is not None:
+            yield from self._rest_of_lanes(self._lanes)
+            return
         at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
         again: list[PlaceSpan] = []
         ended, begins = 0, True
@@ -206,6 +230,34 @@ class DataShard:
             yield batch
             if self._anew and begins and ended % len(self.own) == 0:
                 return
+
+    def _rest_of_lanes(self, loaders: LaneLoaders) -> Iterator[Any]:
+        """The same of data in shards: all places are left then, in the order of lanes."""
+        assert self.num_samples is not None
+        places = [*self.left, PlaceSpan(self.epoch, self.consumed, self.num_samples)]
+        lanes = Lanes(places, self.global_batch_size, self._parts, loaders.interleave, self._part_shares)
+        ended, begins = 0, True
+        self._seed_generator()
+        for step, batch in loaders.batches(lanes, self.own, self._micro_batches, self._generator):
+            if ended % len(self.own) == 0 and begins:
+                steps, self.spans, self.consumed = ended // len(self.own) + 1, [], self.num_samples
+                self._left, self._num_left = partial(lanes.left, steps), lanes.num_left(steps)
+            self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            self.following, begins = step.following, not step.following
+            ended += begins
+            self.spans += lanes.between(step.start, step.stop) if step.local_samples else []
+            self.taken += step.local_samples
+            yield self._mover.moved(batch)
+            if self._anew and begins and ended % len(self.own) == 0:
+                return
+
+    @property
+    def _part_shares(self) -> Shares | None:
+        pieces = self._parts // self.size
+        return None if self.shares is None else tuple(share for share in self.shares for _ in range(pieces))
+
+    def _seed_generator(self) -> None:
+        self._generator.manual_seed(((self.seed * 1_000_003 + self.epoch) * 1_000_003 + self.rank) % 2**63)
 
     @cached_property
     def given_loader(self) -> DataLoader[Any]:
@@ -295,6 +347,7 @@ class DataShard:
         something."""
         place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
         place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
+        place |= {} if self._lanes is None else {"order": self._lanes.order}
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -302,10 +355,11 @@ class DataShard:
 
         Raises ValueError where the state is not of this data and seed.
         """
-        for key, mine in (("seed", self.seed), ("num_samples", self.num_samples)):
-            if state[key] != mine:
+        order = None if self._lanes is None else self._lanes.order
+        for key, mine in (("seed", self.seed), ("num_samples", self.num_samples), ("order", order)):
+            if state.get(key) != mine:
                 raise ValueError(
-                    f"the saved position has {key}={state[key]}, this run has {key}={mine}; "
+                    f"the saved position has {key}={state.get(key)}, this run has {key}={mine}; "
                     "go on with the same data and seed, or begin again"
                 )
         epoch, consumed = state["epoch"], state["consumed"]
@@ -336,9 +390,7 @@ class DataShard:
             batches = global_batches(num_places(self.left), self.global_batch_size, self._parts) + batches
             again = [self._order(self.num_samples, span.epoch)[span.start : span.stop] for span in self.left]
             order, begin = torch.cat([*again, order[self.consumed :]]), 0
-        pieces = self._parts // self.size
-        shares = None if self.shares is None else tuple(share for share in self.shares for _ in range(pieces))
-        steps = list(own_picks(begin, batches, self._parts, self.own, self._micro_batches, shares))
+        steps = list(own_picks(begin, batches, self._parts, self.own, self._micro_batches, self._part_shares))
         if self._tensors is not None:
             tensors, rows = self._tensors
             if self._together > 1:
@@ -348,7 +400,7 @@ class DataShard:
             return from_tensors(tensors, order, steps, self._gathered, self.epoch)
         if self._loader is None:
             self._loader = chosen_loader(self._source, self._chosen, self._generator)
-        self._generator.manual_seed(((self.seed * 1_000_003 + self.epoch) * 1_000_003 + self.rank) % 2**63)
+        self._seed_generator()
         self._chosen.batches = [order[step.start : step.stop].tolist() for step in steps]
         return zip(steps, self._loader, strict=True)
 
@@ -364,41 +416,3 @@ def _count(dataset: Dataset[Any]) -> int | None:
     if not hasattr(dataset, "__len__"):
         raise ValueError(f"{type(dataset).__name__} has no __len__; give it one, or make it an IterableDataset")
     return len(dataset)
-
-
-def groups(samples: Iterator[Any], size: int, batch_size: int) -> Iterator[list[Any]]:
-    """A stream's samples in global batches of `plan`'s sizes. Reads one group ahead."""
-    held = list(islice(samples, size * batch_size))
-    while held:
-        following = list(islice(samples, size * batch_size))
-        if len(following) < size:
-            yield held + following
-            return
-        yield held
-        held = following
-
-
-def from_stream(source: Source, consumed: int, size: int, rank: int) -> Iterator[tuple[Pick, Any]]:
-    """One rank's batches of a stream that every rank reads in full, after `consumed` samples."""
-    collate = default_collate if source.loader is None else source.loader.collate_fn
-    samples = islice(iter(_samples(source)), consumed, None)
-    start = consumed
-    for group in groups(samples, size, source.batch_size):
-        if start == 0:
-            check_enough(len(group), size)
-        step = pick(start, len(group), size, rank)
-        yield step, collate(group[step.start - start : step.stop - start])
-        start += len(group)
-    if start == 0:
-        check_enough(0, size)
-
-
-def _samples(source: Source) -> Iterable[Any]:
-    """The samples of a stream one by one, through the loader's worker processes where it has some."""
-    if source.loader is None:
-        return source.dataset  # type: ignore[return-value]  # an IterableDataset
-    return DataLoader(source.dataset, batch_size=None, collate_fn=_as_it_is, **worker_settings(source.loader))
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample

@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from polytempo.data.plan import Pick
+from polytempo.data.streams.sharded_data import ShardedData
 
 
 class Source(NamedTuple):
@@ -40,7 +41,11 @@ class Source(NamedTuple):
 
 
 def read_source(given: Dataset[Any] | DataLoader[Any], batch_size: int | None, shuffle: bool | None) -> Source:
-    """The settings of a data set or loader. `batch_size` and `shuffle` override the loader's, where given."""
+    """The settings of a data set or loader. `batch_size` and `shuffle` override the loader's, where given; so does the
+    order of `ShardedData`, which is a part of the value."""
+    dataset = given.dataset if isinstance(given, DataLoader) else given
+    if shuffle is None and isinstance(dataset, ShardedData):
+        shuffle = dataset.reading.shuffle
     if not isinstance(given, DataLoader):
         if batch_size is None:
             raise ValueError(
@@ -124,17 +129,21 @@ def from_tensors(
 
 
 class Chosen:
-    """The batch sampler of our loader: yields the lists of indices in `batches`. Set these before iterating."""
+    """The batch sampler of our loader: yields the lists of indices, or other keys, in `batches`. Set these before
+    iterating."""
 
     def __init__(self) -> None:
-        self.batches: Iterable[list[int]] = ()
+        self.batches: Iterable[Any] = ()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
 
-def chosen_loader(source: Source, chosen: Chosen, generator: torch.Generator) -> DataLoader[Any]:
-    """A loader like the source's that reads the chosen batches in order; a plain one where there is none.
+def chosen_loader(
+    source: Source, chosen: Chosen, generator: torch.Generator, at_most: int | None = None
+) -> DataLoader[Any]:
+    """A loader like the source's that reads the chosen batches in order; a plain one where there is none. It has
+    `at_most` so many worker processes.
 
     It draws its workers' seeds from `generator`, unless the source's loader brings one: not from torch's own, which
     draws the samples' noise.
@@ -144,6 +153,7 @@ def chosen_loader(source: Source, chosen: Chosen, generator: torch.Generator) ->
         return DataLoader(source.dataset, batch_sampler=chosen, generator=generator)
     settings = worker_settings(like)
     settings["generator"] = like.generator or generator
+    settings["num_workers"] = like.num_workers if at_most is None else min(at_most, like.num_workers)
     return DataLoader(source.dataset, batch_sampler=chosen, collate_fn=like.collate_fn, **settings)
 
 

@@ -404,7 +404,7 @@ def result_of(
         stages=[first[number] for number in sorted(first)] or None,
         started_from=start_facts(context.options),
         callbacks=None if context.host is None else context.host.report(),
-        ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned and one_model else None,
+        ledger=in_order(check_length(shard), shard.epoch, shard.used) if learned and one_model else None,
     )
 
 

@@ -121,7 +121,7 @@ class LoopCallbacks:
         shard = self._shard
         if shard is None or not shard.num_samples:
             return 0.0, 0
-        samples = shard.epoch * shard.num_samples + shard.consumed
+        samples = shard.epoch * shard.num_samples + shard.used
         return samples / shard.num_samples, samples
 
 

@@ -213,7 +213,7 @@ class GeometricGrowth:
         return self._deal(shard, shard.num_samples)
 
     def _deal(self, shard: DataShard, num_samples: int) -> bool:
-        rest = num_samples - shard.consumed or num_samples
+        rest = num_samples - shard.used or num_samples
         batch = -(-rest // max(1, rest // self._wanted))
         if batch == self.global_batch_size or batch < shard.size:
             return False

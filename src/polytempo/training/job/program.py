@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port
 from polytempo.core.system.notice import Preempted
-from polytempo.data.spans import num_places
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
@@ -277,8 +276,7 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
 def _position(context: TrainingContext) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
     shard, length = context.shard, check_length(context.shard)
-    consumed = shard.consumed - num_places(shard.left)
-    return shard.epoch + consumed / length, context.spec.strategy.groups * (shard.epoch * length + consumed)
+    return shard.epoch + shard.used / length, context.spec.strategy.groups * (shard.epoch * length + shard.used)
 
 
 def _over(context: TrainingContext) -> bool:

@@ -122,9 +122,9 @@ class DealtEpochs:
         """Begin the server with the first epoch: it must know the number of batches."""
         if self.joined is not None and self.batches is not None:
             return self.joined.loop, self.batches
-        if shard.consumed:
+        if shard.used:
             raise ValueError(
-                f"the position is sample {shard.consumed} of epoch {shard.epoch}, and a parameter server deals whole "
+                f"the position is sample {shard.used} of epoch {shard.epoch}, and a parameter server deals whole "
                 "epochs; go on from the beginning of one"
             )
         batches = shard.at(rank=0, size=self._replicas).dealt(self._deals)
