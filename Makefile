@@ -34,7 +34,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_re
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
 	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
-	split split_stage_runs split_stages sudden_death url_runs validate) \
+	split split_stage_runs split_stages stream_data sudden_death url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts completion examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training parted_jobs \

@@ -157,7 +157,7 @@ def test_the_order_is_of_seed_and_epoch_and_mixes_a_window() -> None:
     data = numbers(50, 50).shuffled(buffer=50, interleave=1)
     rows = []
     for seed, epoch in [(0, 0), (0, 0), (0, 1), (1, 0)]:
-        windows = StreamOrder(data, seed, epoch, shuffle=True).windows(0, 100)
+        windows = StreamOrder(data, seed, epoch, window=50).windows(0, 100)
         rows.append([int(row) for window in windows for row in window.rows])
     assert rows[0] == rows[1]
     assert len(set(map(tuple, rows))) == 3

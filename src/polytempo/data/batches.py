@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from polytempo.data.mover import BatchMover
 from polytempo.data.plan import Deals, Pick, dealt, num_batches, permutation
-from polytempo.data.source import read_source, tensors_of
+from polytempo.data.source import read_source, samples_at, tensors_of
+from polytempo.data.streams.place_reader import PlaceReader
+from polytempo.data.streams.sharded_data import ShardedData
 
 
 class Samples(NamedTuple):
@@ -34,8 +36,9 @@ class Samples(NamedTuple):
 class Batches:
     """The batches of a data set that is dealt to `size` workers in `batch_size`s; see `data.plan.dealt`.
 
-    The order of an epoch is the same as in `Shard`: a permutation drawn from (seed, epoch). Batches are read when they
-    are asked for, in this process. Raises ValueError for a stream: its samples have no numbers.
+    The order of an epoch is a permutation drawn from (seed, epoch), as in `DataShard`; windows of `ShardedData` have
+    whole batches here. Batches are read when they are asked for, in this process. Raises ValueError for a
+    stream: its samples have no numbers.
     """
 
     def __init__(
@@ -57,6 +60,10 @@ class Batches:
         self._mover = BatchMover(None)
         self.size, self.seed, self.deals = size, seed, deals
         self.batch_size, self.num_samples = self._source.batch_size, len(dataset)
+        self._reader: PlaceReader | None = None
+        if isinstance(dataset, ShardedData):  # windows of whole batches
+            window = max(1, dataset.reading.window // self.batch_size) * self.batch_size
+            self._reader = PlaceReader(dataset, seed, window if self._source.shuffle else 0)
 
     def on(self, device: torch.device | None) -> Batches:
         """The same batches, moved to `device`."""
@@ -84,14 +91,16 @@ class Batches:
     def samples(self, epoch: int, batch: int) -> Samples:
         """The samples of batch number `batch` of `epoch`, read, but not made a batch of yet."""
         place = self.pick(batch)
+        loader = self._source.loader
+        collate = default_collate if loader is None else loader.collate_fn
+        if self._reader is not None:
+            return Samples(self._reader.samples(epoch, place.start, place.stop), collate, self._mover)
         indices = self._order(epoch)[place.start : place.stop]
         if self._tensors is not None:
             tensors, rows = self._tensors
             chosen = (indices if rows is None else rows[indices]).to(tensors[0].device)
             return Samples([tensor.index_select(0, chosen) for tensor in tensors], None, self._mover)
-        loader = self._source.loader
-        collate = default_collate if loader is None else loader.collate_fn
-        return Samples([self._source.dataset[i] for i in indices.tolist()], collate, self._mover)
+        return Samples(samples_at(self._source.dataset, indices.tolist()), collate, self._mover)
 
     def _order(self, epoch: int) -> Tensor:
         if not self._source.shuffle:

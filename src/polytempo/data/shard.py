@@ -165,6 +165,7 @@ class DataShard:
 
     @left.setter
     def left(self, spans: list[PlaceSpan]) -> None:
+        """Set the places."""
         self._left, self._num_left = spans, num_places(spans)
 
     @property

@@ -9,7 +9,7 @@ a rank's batch            ╰───╯                         a window into 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,13 @@ def tensors_of(source: Source) -> tuple[tuple[Tensor, ...], Tensor | None] | Non
         rows = outer if rows is None else outer[rows]
         dataset = dataset.dataset
     return (dataset.tensors, rows) if type(dataset) is TensorDataset else None
+
+
+def samples_at(dataset: Dataset[Any], numbers: Sequence[int]) -> list[Any]:
+    """The samples with these numbers, as a `DataLoader` takes them: together, where the data set has a way."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(numbers))
+    return [dataset[number] for number in numbers]
 
 
 def from_tensors(

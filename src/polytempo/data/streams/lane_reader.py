@@ -58,7 +58,7 @@ def _in_line(data: ShardedData, order: StreamOrder, span: PlaceSpan) -> Iterator
 _END = object()
 
 
-class Take(NamedTuple):
+class LaneRequest(NamedTuple):
     """An order to a reader: the next `samples` of a lane."""
 
     iteration: int
@@ -69,15 +69,15 @@ class Take(NamedTuple):
 
 
 class LaneData(Dataset[Any]):
-    """The data set of a loader with a `Take` for each batch. Lanes are read in order, each once an iteration."""
+    """The data set of a loader with a `LaneRequest` for each batch. Lanes are read in order, each once an iteration."""
 
-    def __init__(self, data: ShardedData, seed: int, *, shuffle: bool) -> None:
-        self._data, self._seed, self._shuffle = data, seed, shuffle
+    def __init__(self, data: ShardedData, seed: int, window: int) -> None:
+        self._data, self._seed, self._window = data, seed, window
         self._orders: dict[int, StreamOrder] = {}
         self._iteration = -1
         self._open: dict[int, Iterator[Any]] = {}
 
-    def __getitems__(self, take: Take) -> list[Any]:
+    def __getitems__(self, take: LaneRequest) -> list[Any]:
         """The next samples of the lane."""
         if take.iteration != self._iteration:
             self._iteration, self._open, self._orders = take.iteration, {}, {}
@@ -87,7 +87,7 @@ class LaneData(Dataset[Any]):
 
     def _order(self, epoch: int) -> StreamOrder:
         if epoch not in self._orders:
-            self._orders[epoch] = StreamOrder(self._data, self._seed, epoch, shuffle=self._shuffle)
+            self._orders[epoch] = StreamOrder(self._data, self._seed, epoch, self._window)
         return self._orders[epoch]
 
 
@@ -104,7 +104,7 @@ class LaneLoaders:
         window = source.dataset.reading.window if source.shuffle else 0
         self.order = f"{source.dataset.fingerprint}/{window}"
         """The data, and the window of their order (0: not shuffled): places of another order are other samples."""
-        self._source = source._replace(dataset=LaneData(source.dataset, seed, shuffle=source.shuffle))
+        self._source = source._replace(dataset=LaneData(source.dataset, seed, window))
         self._loaders: list[tuple[Chosen, DataLoader[Any]]] = []
         self._iteration = 0
 
@@ -129,10 +129,10 @@ class LaneLoaders:
         chosen = Chosen()
         return chosen, chosen_loader(self._source, chosen, generator, at_most=1)
 
-    def _takes(self, lanes: Lanes, own: Sequence[int], cuts: int, number: int, count: int) -> Iterator[Take]:
+    def _takes(self, lanes: Lanes, own: Sequence[int], cuts: int, number: int, count: int) -> Iterator[LaneRequest]:
         spans: dict[int, tuple[PlaceSpan, ...]] = {}
         for lane, pick in lanes.picks(own, cuts):
             if lane % count == number:
                 if lane not in spans:
                     spans[lane] = tuple(lanes.spans(lane))
-                yield Take(self._iteration, lane, spans[lane], pick.num_samples)
+                yield LaneRequest(self._iteration, lane, spans[lane], pick.num_samples)

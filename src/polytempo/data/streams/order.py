@@ -24,7 +24,7 @@ from polytempo.data.plan import permutation
 from polytempo.data.streams.sharded_data import ShardedData, runs_of
 
 
-class Window(NamedTuple):
+class OrderWindow(NamedTuple):
     """Places `start` to `stop` (exclusive), which are of one window, and their rows."""
 
     start: int
@@ -46,29 +46,29 @@ class Window(NamedTuple):
 
 
 class StreamOrder:
-    """The places of one epoch. `shuffle` False: shards, and rows in them, come as they are.
+    """The places of one epoch. `window`: the samples that are shuffled among each other; 0: shards, and rows in them,
+    come as they are.
 
     Memory: a number for each shard, and a few windows. A row costs a search among the shards.
     """
 
-    def __init__(self, data: ShardedData, seed: int, epoch: int, *, shuffle: bool) -> None:
-        shards = permutation(len(data.counts), seed, epoch).tolist() if shuffle else range(len(data.counts))
+    def __init__(self, data: ShardedData, seed: int, epoch: int, window: int) -> None:
+        shards = permutation(len(data.counts), seed, epoch).tolist() if window else range(len(data.counts))
         self._shards = [shard for shard in shards if data.counts[shard]]
         self._begins = list(accumulate((data.counts[shard] for shard in self._shards), initial=0))
-        self._seed, self._epoch = seed, epoch
-        self._window = data.reading.window if shuffle else 0
+        self._seed, self._epoch, self._window = seed, epoch, window
 
-    def windows(self, start: int, stop: int) -> Iterator[Window]:
+    def windows(self, start: int, stop: int) -> Iterator[OrderWindow]:
         """The places `start` to `stop` by windows. Not shuffled, all are one."""
         if not self._window:
-            yield Window(start, stop, range(start, stop))
+            yield OrderWindow(start, stop, range(start, stop))
             return
         while start < stop:
             first = start // self._window * self._window
             last = min(first + self._window, self._begins[-1])
             end = min(stop, last)
             drawn = _drawn(last - first, self._seed, self._epoch, first)
-            yield Window(start, end, first + drawn[start - first : end - first])
+            yield OrderWindow(start, end, first + drawn[start - first : end - first])
             start = end
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, range]]:

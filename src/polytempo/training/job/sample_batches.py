@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from polytempo.data.source import samples_at
+
 _BATCH = 512
 
 
@@ -37,4 +39,4 @@ class SampleBatches:
 
     def taken(self, numbers: Any) -> Any:
         """The samples of these numbers as one batch."""
-        return self._collate([self._data[i] for i in numbers])
+        return self._collate(samples_at(self._data, numbers))
