@@ -236,8 +236,8 @@ def test_the_account_holds_when_a_worker_is_lost_with_its_samples(lost: int) -> 
             round_.stepped(shard.spans, shard.state_dict())
     living = [each for rank, each in enumerate(rounds) if rank != lost]
     place = met(begin, [each.to_plain() for each in living]).place
-    for each in living:
-        account.add(each.counted(begin, place, 51))
+    for lived in living:
+        account.add(lived.counted(begin, place, 51))
     account.check(place["epoch"], place["consumed"], [PlaceSpan(*span) for span in place["left"]])
     others = shards_of(data, 2, 4)
     for other in others:

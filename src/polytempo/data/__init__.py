@@ -12,6 +12,7 @@ from polytempo.data.readers.spark_frame import from_spark
 from polytempo.data.readers.text import characters, read_characters
 from polytempo.data.rows import SparseRows, Sparsity, libsvm_rows, sparsity
 from polytempo.data.shard import DataShard
+from polytempo.data.streams.counted import counted
 from polytempo.data.streams.sharded_data import InMemoryShards, ShardedData
 from polytempo.data.streams.sources.hugging_face import huggingface
 from polytempo.data.streams.sources.json_lines import json_lines
@@ -31,6 +32,7 @@ __all__ = [
     "Sparsity",
     "Split",
     "characters",
+    "counted",
     "csv_classes",
     "csv_regression",
     "digits",

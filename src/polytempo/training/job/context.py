@@ -160,5 +160,8 @@ class TrainingSummary(NamedTuple):
 def check_length(shard: DataShard) -> int:
     """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
     if shard.num_samples is None:
-        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
+        raise ValueError(
+            "a job needs data with a length; count the stream once with pt.data.counted(stream), or write the loop "
+            "yourself with pt.shard"
+        )
     return shard.num_samples
