@@ -237,14 +237,14 @@ def test_the_account_holds_when_a_worker_is_lost_with_its_samples(lost: int) -> 
     living = [each for rank, each in enumerate(rounds) if rank != lost]
     place = met(begin, [each.to_plain() for each in living]).place
     for lived in living:
-        account.add(lived.counted(begin, place, 51))
+        account.add(lived.counted(begin, place))
     account.check(place["epoch"], place["consumed"], [PlaceSpan(*span) for span in place["left"]])
     others = shards_of(data, 2, 4)
     for other in others:
         other.load_state_dict(place)
     for other in others:
         for _ in other:
-            account.add(counted_by_epoch(other.spans, 51, [0]))
+            account.add(counted_by_epoch(other.spans, [0]))
     account.check(1, 0)
 
 

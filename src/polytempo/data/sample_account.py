@@ -23,6 +23,8 @@ from polytempo.data.spans import PlaceSpan, between, without
 
 _MASK = 2**48 - 1
 """A sum of marks over up to 2**15 ranks fits into 63 bits."""
+_BLOCK = 1 << 14
+"""Places with marks that are computed together: of an epoch of any size a few blocks are held."""
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -83,34 +85,44 @@ class SampleAccount:
 
 def _due(epoch: int, consumed: int, left: Sequence[PlaceSpan], num_samples: int) -> dict[int, Counted]:
     used = without(between((0, 0), (epoch, consumed), num_samples), left)
-    return counted_by_epoch(used, num_samples, {span.epoch for span in used})
+    return counted_by_epoch(used, {span.epoch for span in used})
 
 
-def counted_by_epoch(spans: Iterable[PlaceSpan], num_samples: int, epochs: Iterable[int]) -> dict[int, Counted]:
+def counted_by_epoch(spans: Iterable[PlaceSpan], epochs: Iterable[int]) -> dict[int, Counted]:
     """The counts of each of `epochs` in `spans`, which have no other epochs."""
     found = dict.fromkeys(epochs, Counted())
     for span in spans:
-        found[span.epoch] += counted_of(range(span.start, span.stop), num_samples)
+        found[span.epoch] += counted_of(range(span.start, span.stop))
     return found
 
 
-def counted_of(places: range, num_samples: int) -> Counted:
-    """The counts of `places` in an epoch of `num_samples`.
+def counted_of(places: range) -> Counted:
+    """The counts of `places` of an epoch.
 
-    >>> counted_of(range(0, 3), 10) + counted_of(range(3, 10), 10) == counted_of(range(0, 10), 10)
+    >>> counted_of(range(0, 3)) + counted_of(range(3, 10)) == counted_of(range(0, 10))
     True
     """
-    sums = _sums(num_samples)
-    return Counted(len(places), int(sums[places.stop] - sums[places.start]) & _MASK) if places else Counted()
+    marks = 0
+    for block in range(places.start // _BLOCK, -(-places.stop // _BLOCK)) if places else ():
+        begin = max(0, places.start - block * _BLOCK)
+        end = min(_BLOCK, places.stop - block * _BLOCK)
+        marks += _whole(block) if (begin, end) == (0, _BLOCK) else int(_sums(block)[end] - _sums(block)[begin])
+    return Counted(len(places), marks & _MASK)
 
 
-@lru_cache(maxsize=2)
-def _sums(num_samples: int) -> Tensor:
-    """The sum of the marks of all places before each, shape (num_samples + 1,), int64.
+@lru_cache(maxsize=1 << 14)
+def _whole(block: int) -> int:
+    return int(_sums(block)[-1])
+
+
+@lru_cache(maxsize=64)
+def _sums(block: int) -> Tensor:
+    """The sum of the marks of a block's places before each, shape (_BLOCK + 1,), int64.
 
     It may wrap around, which the mask of a difference does not see.
     """
-    marks = torch.arange(1, num_samples + 1, dtype=torch.int64) * _signed(_GOLDEN)
+    first = block * _BLOCK + 1
+    marks = torch.arange(first, first + _BLOCK, dtype=torch.int64) * _signed(_GOLDEN)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         marks = (marks ^ _shifted(marks, shift)) * _signed(factor)
     marks = (marks ^ _shifted(marks, 31)) & _MASK

@@ -350,7 +350,7 @@ class ElasticTraining:
         assert self.context is not None
         if self.context.replica.parameters is not None:
             self._open_account, shard = self.account.to_plain(), self.context.shard
-            own = self._round.counted(self._place, shard.state_dict(), check_length(shard))
+            own = self._round.counted(self._place, shard.state_dict())
             self.account.add((await commit_point(port, Wishes(), own)).counted)
 
     def _take_step(self, handle: Handle) -> TakeStep:
@@ -420,7 +420,7 @@ class ElasticTraining:
         if self._host is not None and port.rank == 0:
             wishes = wishes._replace(asked=self._host.take())
         self._leaves = wishes.leave
-        return await commit_point(port, wishes, own.counted(self._place, place, check_length(self.context.shard)))
+        return await commit_point(port, wishes, own.counted(self._place, place))
 
     def _count(self) -> None:
         """The step in hand is in this rank's model."""

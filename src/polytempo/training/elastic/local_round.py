@@ -42,10 +42,10 @@ class LocalRound:
         self.steps, self.place = self.steps + 1, place
         self.spans += spans
 
-    def counted(self, before: Place, after: Place, num_samples: int) -> dict[int, Counted]:
+    def counted(self, before: Place, after: Place) -> dict[int, Counted]:
         """The samples by epoch; all epochs between the two positions are there, so that ranks' answers are alike."""
         epochs = {epoch for epoch, *_ in before.get("left", [])} | set(range(before["epoch"], after["epoch"] + 1))
-        return counted_by_epoch(self.spans, num_samples, epochs)
+        return counted_by_epoch(self.spans, epochs)
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for JSON."""
