@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
+from polytempo.core.errors import PolytempoError
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.engines.processes import capacity, fork
 from polytempo.engines.processes.capacity import (
     ProcessLimits,
@@ -22,6 +24,7 @@ from polytempo.engines.processes.capacity import (
     cores_notes,
     limits,
 )
+from polytempo.engines.processes.failures import blame
 from polytempo.runs.frame.folder import began
 
 GB = 1_000_000_000
@@ -208,6 +211,9 @@ def test_a_start_that_fails_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     failing(run, lambda: (run / "metrics.jsonl").write_text("{}"))
     assert (run / "metrics.jsonl").exists()
+    with pytest.raises(PolytempoError), began(tmp_path / "dead"):
+        raise blame(PolytempoError("rank 1 died"), FirstFailure("rank 1 of 2", "was killed by SIGKILL"))
+    assert (tmp_path / "dead").is_dir(), "the line of its death names a log there"
     other.mkdir()
     (other / "mine.txt").touch()
     failing(other, lambda: [(other / "logs").mkdir()])

@@ -221,7 +221,7 @@ def test_kinds_of_later_versions_are_left_out_and_further_entries_kept(tmp_path:
         ("[]", "not a JSON object"),
         ('{"step": 1}', "it has no kind"),
         ('{"kind": "train", "loss": 1.0}', "missing required field `step`"),
-        ('{"kind": "train", "step": 1, "loss": NaN}', "loss is 'nan', and not a number"),
+        ('{"kind": "train", "step": 1, "loss": NaN}', "NaN is not a number of JSON"),
         ('{"kind": "train", "step": 1, "loss": 1.0, "worker": -1}', "worker"),
     ],
 )

@@ -5,6 +5,7 @@ launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,11 @@ class LiveStatus(msgspec.Struct, frozen=True):
 
 def write_status(folder: Place, status: LiveStatus) -> None:
     """Replace the file in `folder`, whole or not at all."""
-    files.replace(folder / files.STATUS, msgspec.json.encode(status))
+    try:
+        content = msgspec.json.encode(status)
+    except UnicodeEncodeError:  # half of a surrogate pair, from a file's name in an error
+        content = json.dumps(msgspec.to_builtins(status), ensure_ascii=False).encode(errors="replace")
+    files.replace(folder / files.STATUS, content)
 
 
 def read_status(folder: Place) -> LiveStatus | None:

@@ -222,4 +222,4 @@ def row_of(record: StreamRecord) -> dict[str, Any]:
 
 def line_of(record: StreamRecord) -> str:
     """The record as a line of JSON: a row has the entries of its line in `metrics.jsonl`."""
-    return json.dumps(row_of(record))
+    return json.dumps(row_of(record), ensure_ascii=False).encode(errors="replace").decode()

@@ -22,7 +22,7 @@ _NUMBERS = frozenset(
 METRIC_KINDS = frozenset({"train", "test"})
 """Kinds of rows that are metrics of the run; other kinds are the user's own numbers, and checkpoints."""
 _MOST, _SHOWN = 1e300, 40
-_END_BYTES = 1 << 18
+_END_BYTES = 1 << 20
 _SEAM_BYTES = 256
 
 
@@ -42,8 +42,7 @@ def read_rows(run: Place) -> list[dict[str, Any]]:
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            check_row(row)
+            row = parsed_row(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
@@ -53,12 +52,12 @@ def read_rows(run: Place) -> list[dict[str, Any]]:
 
 
 def last_rows(run: Place, name: str = METRICS) -> list[dict[str, Any]]:
-    """The rows in the last 256 KiB of a file of the run. Broken lines are left out."""
+    """The rows in the last MiB of a file of the run. Broken lines are left out."""
     return list(_whole_rows(_end(run / name)))
 
 
 def first_rows(run: Place, name: str = METRICS) -> list[dict[str, Any]]:
-    """The rows in the first 256 KiB of a file of the run. Broken lines are left out."""
+    """The rows in the first MiB of a file of the run. Broken lines are left out."""
     with suppress(OSError):
         return list(_whole_rows(files.read(run / name, _END_BYTES)))
     return []
@@ -77,9 +76,18 @@ def _end(path: Place) -> bytes:
 def _whole_rows(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.split(b"\n"):
         with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            check_row(row)
-            yield row
+            yield parsed_row(line)
+
+
+def parsed_row(line: bytes) -> dict[str, Any]:
+    """The row in a line. ValueError unless it is JSON, without NaN, and a row of metrics."""
+    row: dict[str, Any] = json.loads(line, parse_constant=_refused)
+    check_row(row)
+    return row
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def check_row(row: Any) -> None:
@@ -143,7 +151,7 @@ class RowFollower:
             self._read_bytes += len(whole_lines) + len(newline)
             self._seam = (self._seam + whole_lines + newline)[-_SEAM_BYTES:]
             for line in whole_lines.split(b"\n") if newline else []:
-                self._show(json.loads(line))
+                self._show(parsed_row(line))
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], int]]:

@@ -62,7 +62,7 @@ def status_in(run: Place) -> LiveStatus | None:
     """The status of the run in a folder: as its launcher wrote it, or else by its stream, or by its result.
 
     A stream tells it of runs under torchrun and simulations that go on, and of loops with `attach(…, out=…)`. None
-    where there is none of them. ValueError for a status or a result that no run has written. Cost: at most 768 KiB are
+    where there is none of them. ValueError for a status or a result that no run has written. Cost: at most 3 MiB are
     read.
     """
     status = read_status(run)

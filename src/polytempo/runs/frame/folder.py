@@ -24,7 +24,8 @@ def began(out: Place | None) -> Iterator[None]:
     """Hold a run's folder (see `core.folder_lock`) while the run goes on. `FolderTaken` if another run holds it.
 
     An error before the first row of metrics and the first checkpoint removes the folder and its parents, if this run
-    has made them. A folder that had contents before stays as it is.
+    has made them, unless it is the death of a process, whose log stays. A folder that had contents before stays as it
+    is.
     """
     if out is None:
         yield
@@ -35,11 +36,12 @@ def began(out: Place | None) -> Iterator[None]:
         ours = all(is_lock(entry.name) for entry in out.iterdir())
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             assert lock is not None
             lock.rest()
+            dead = getattr(error, "death", None) is not None  # its line names a log, which stays
             with suppress(OSError):
-                if ours and not _has_begun(out):
+                if ours and not dead and not _has_begun(out):
                     files.remove(out)
                     for parent in missing[1:]:
                         parent.rmdir()  # another run may have begun in it
