@@ -1,6 +1,6 @@
 """Attacks on a run's stream: full disks, files cut anywhere, hostile rows, clocks set back, folders that vanish, URLs.
 
-A reader gives a beginning of what was written, or one ValueError; it never gives anything else. A run goes on.
+A reader gives the first records of a run, or one ValueError, and never others. A run goes on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """The kernel's limit on the size of files stands for a full disk: it writes what fits, then fails."""
+    """The kernel's limit on the size of files stands for a full disk: a write takes the part that fits, and the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -24,7 +24,7 @@ def began(out: Place | None) -> Iterator[None]:
     """Hold a run's folder (see `core.folder_lock`) while the run goes on. `FolderTaken` if another run holds it.
 
     An error before the first row of metrics and the first checkpoint removes the folder and its parents, if this run
-    has made them, unless it is the death of a process, whose log stays. A folder that had contents before stays as it
+    has made them. After the death of a process they stay, with its log. A folder that had contents before stays as it
     is.
     """
     if out is None:
