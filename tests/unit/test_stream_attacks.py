@@ -60,7 +60,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """The kernel's limit on the size of files stands for a full disk: a write takes the part that fits, and the next one fails."""
+    """The kernel's limit on the size of files stands for a full disk: the part that fits is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
