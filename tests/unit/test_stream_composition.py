@@ -216,6 +216,24 @@ def test_a_mixture_as_a_table() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epochs_that_are_dealt_take_turns(size: int, shuffle: bool) -> None:
+    """A source with more samples than an epoch needs goes on where the epoch before has stopped, after a resume too."""
+    mixed = data.mixture([(numbered([6]), 2), (numbered([9], first=100), 1)])
+    epochs: list[list[int]] = [[], [], []]
+    for rank in range(size):
+        shard = data.DataShard(mixed, rank=rank, size=size, batch_size=2, shuffle=shuffle)
+        for epoch in range(3):
+            again = data.DataShard(mixed, rank=rank, size=size, batch_size=2, shuffle=shuffle)
+            again.load_state_dict(shard.state_dict())
+            samples = [int(number) for batch in shard for number in batch]
+            assert samples == [int(number) for batch in again for number in batch]
+            epochs[epoch] += samples
+    firsts = [100, 103, 106]
+    assert [sorted(each) for each in epochs] == [[*range(6), *range(first, first + 3)] for first in firsts]
+
+
 @given(
     counts=st.lists(COUNTS, min_size=2, max_size=3),
     weights=st.lists(st.sampled_from([1, 2, 0.3, 0.5]), min_size=3, max_size=3),

@@ -27,7 +27,7 @@ def in_places(data: ShardedData, spans: Sequence[PlaceSpan], orders: Callable[[i
     samples."""
     for span in spans:
         order = orders(span.epoch)
-        samples = _in_line(data, order, span)
+        samples = _in_line(data.of_epoch(span.epoch), order, span)
         for window in order.windows(span.start, span.stop):
             ranks = window.ranks
             if ranks is None:
