@@ -10,7 +10,9 @@ import gc
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(HIDDEN)
     if torch.__version__.startswith("2.11."):
         config.addinivalue_line("filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium for the tests of a file."""
+    from browser_window import chromium  # playwright, which few tests need
+
+    with chromium() as started:
+        yield started
 
 
 def pytest_report_header() -> str | None:

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from live_pages import DEADLINE_S, Served, serving, write_run
 
 pytestmark = pytest.mark.browser
 
 expect.set_options(timeout=1000 * DEADLINE_S)
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 HOSTILE = "<img src=x onerror=\"document.title='hostile'\"><script>document.title='hostile'</script>"
 """A text that would change the title if it were read as markup."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
-    executable = next((path for path in found if path), None)  # None: the browser that playwright has installed
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=executable, args=SWITCHES)
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from polytempo.report.pages.page import write_report
 from polytempo.report.runs import RunRecord
@@ -19,15 +18,6 @@ from polytempo.worlds.trace import Event
 
 pytestmark = pytest.mark.browser
 
-SWITCHES = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 # strategy, workers, world, samples/s, share of time in communication, bytes per rank and step, steps between exchanges
 COMPARED = [
@@ -112,16 +102,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compare") / "report.html"
     write_report(path, [record(number) for number in range(len(COMPARED))], title="digits: six strategies compared")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
-    executable = next((path for path in found if path), None)  # None: the browser that playwright has installed
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=executable, args=SWITCHES)
-        yield started
-        started.close()
 
 
 class Opened:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.cli.predict.cut import predictions, state_per_parameter
 from polytempo.jobs import find
 from polytempo.partition.schedules.timetable import LinkSeconds
@@ -38,13 +38,7 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "wide.py"
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["cut", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("cut")
 
 
 def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command_output import asking
 from polytempo.cli.main import app
 
 ALEXNET = """
@@ -26,13 +27,7 @@ job = pt.Job(model=model, data=data, loss=nn.functional.cross_entropy, optimizer
 """
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["plan", "layers", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("plan", "layers")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.jobs.digits import job
 
 
@@ -23,13 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(list(arguments))
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking()
 
 
 def test_runs_of_one_strategy_have_names_of_their_folders(

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import polytempo as pt
+from command_output import asking
 from polytempo.cli.look.sharpness import _finite, _numbers
-from polytempo.cli.main import app
 from polytempo.jobs.digits import job
 from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
 from polytempo.training.observe.saved_model import checkpoint_in
@@ -23,13 +23,7 @@ from polytempo.training.observe.whole_checkpoint import load_run_model
 SAMPLES = 200
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["sharpness", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("sharpness")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.jobs.digits import job
 from polytempo.training.smaller.pruning import masks_of, prunable
 
@@ -27,13 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["compress", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("compress")
 
 
 def test_the_largest_weights_of_each_layer_stay() -> None:

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import nn
 
 import polytempo as pt
+from command_output import asking
 from polytempo import jobs
-from polytempo.cli.main import app
 from polytempo.cli.options.command_options import given_options
 from polytempo.core.errors import JobFailed
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
@@ -46,13 +46,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "first.toml"
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(list(arguments))
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking()
 
 
 # ---------------------------------------------------------------------- the job

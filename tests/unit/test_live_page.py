@@ -327,7 +327,7 @@ def test_a_long_run_comes_in_parts(tmp_path: Path) -> None:
     while columns.look(within_s=0.0):
         looks += 1
     assert (looks, columns.num_rows, columns.ended, columns.behind) == (4, 4000, True, False)
-    assert len(columns.marks) == 4
+    assert len(columns.marks("seconds")) == 4
 
 
 def test_a_log_is_searched_and_steers_no_terminal(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_diagnosis_is_a_mark_at_its_step(tmp_path: Path) -> None:
     run = run_of(tmp_path, Logged(step=1, values={"own": 1.0}), Logged(step=3, values={"own": 2.0}), slow)
     [mark] = own_curves([run], "own").layout["shapes"]
     assert (mark["x0"], mark["x1"]) == (2, 2)
-    assert "Dotted: step 2, rank 1 is 31 % slower." in page([run], title="t")
+    assert "step 2: rank 1 is 31 % slower" in page([run], title="t")
 
 
 def test_pictures_and_texts_are_in_the_page_the_last_of_each_name(tmp_path: Path) -> None:

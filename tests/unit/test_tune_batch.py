@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.spec.job_calls import data_of
 from polytempo.training.tuning.batch_advice import advise_batch, range_test
 from polytempo.training.tuning.trial import Trial
@@ -130,13 +130,7 @@ def test_losses_below_zero_are_advised_on_as_those_above(tmp_path: Path) -> None
     assert (other.global_batch_size, other.noise.lr) == (one.global_batch_size, job.lr)
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["tune", "batch", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("tune", "batch")
 
 
 def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 // Draws the figures that the page carries. Nothing is fetched: plotly.js and the figures are gzipped in the page itself.
 const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
 const root = document.documentElement;
-const system = window.matchMedia("(prefers-color-scheme: dark)");
 const hidden = new Set(); // numbers of the runs that the reader has switched off
 let figures = {};
 
@@ -12,21 +11,6 @@ async function unpacked(id) {
 }
 
 // ---- light and dark ----
-
-function remembered(mode) { // Storage may be forbidden to a file: then the choice lasts as long as the page.
-  try {
-    if (mode) localStorage.setItem("polytempo-mode", mode);
-    return localStorage.getItem("polytempo-mode");
-  } catch {
-    return mode || null;
-  }
-}
-
-function setMode(mode) {
-  root.dataset.mode = mode;
-  document.getElementById("mode").textContent = mode === "dark" ? "Light mode" : "Dark mode";
-  for (const place of document.querySelectorAll(".js-plotly-plot")) draw(place.id);
-}
 
 // Figures are written in the colors of the light mode; every color has one partner in the dark one.
 function toned(value) {
@@ -77,11 +61,9 @@ for (const frame of document.querySelectorAll(".scroll")) {
 
 // ---- begin ----
 
-setMode(remembered() || (system.matches ? "dark" : "light"));
-document.getElementById("mode").addEventListener("click", () => {
-  setMode(remembered(root.dataset.mode === "dark" ? "light" : "dark"));
+const setMode = theme(() => {
+  for (const place of document.querySelectorAll(".js-plotly-plot")) draw(place.id);
 });
-system.addEventListener("change", () => remembered() || setMode(system.matches ? "dark" : "light"));
 
 async function begin() {
   figures = JSON.parse(await unpacked("figures"));

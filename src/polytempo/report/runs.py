@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from polytempo.core.system import files
-from polytempo.core.system.files import METRICS, RESULT
+from polytempo.core.system.files import EVENTS, METRICS, RESULT
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import LoggedImage, StreamRecord, record_of
 from polytempo.report.status.rows import METRIC_KINDS, read_rows
@@ -18,6 +18,7 @@ from polytempo.spec.result import Result
 from polytempo.worlds.trace import Event
 
 _LOGGED = frozenset({"log", "text", "image", "diagnosis"})
+_HAPPENED = frozenset({"fault", "group", "diagnosis"})
 _MOST_PICTURES, _MOST_PICTURE_BYTES = 12, 256 << 10
 """Bounds of one page."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -54,7 +55,7 @@ class RunRecord(NamedTuple):
     dropped: int = 0
     """Operations at the beginning that the trace does not hold."""
     logged: Sequence[StreamRecord] = ()
-    """The user's own numbers and texts, and diagnoses."""
+    """The user's own numbers and texts; faults, groups and diagnoses."""
     pictures: Sequence[Picture] = ()
     name: str = ""
     """The user's own name for it, which tells runs with equal strategies and workers apart."""
@@ -78,6 +79,9 @@ def load_run(folder: Place) -> RunRecord:
     own = [row for row in rows if row.get("kind") in _LOGGED]
     with as_written(folder / METRICS, "a logged row"):
         logged = [found for row in own if (found := record_of(row)) is not None]
+    told = [row for row in read_rows(folder, EVENTS) if row.get("kind") in _HAPPENED]
+    with as_written(folder / EVENTS, "an event"):
+        logged += [found for row in told if (found := record_of(row)) is not None]
     return RunRecord(
         result,
         [row for row in rows if row.get("kind") in METRIC_KINDS],

@@ -17,7 +17,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from polytempo.core.system.url_path import Place
+from polytempo.report.pages.document import report_asset
 from polytempo.report.pages.page import page
+from polytempo.report.pictures.marks import SIGNS
 from polytempo.report.pictures.style import COLORS, DASHES, css_variables
 from polytempo.report.runs import load_run
 from polytempo.ui.hub import Hub, LookPace
@@ -156,9 +158,11 @@ def asset(name: str) -> str:
     """A file of the page. OSError for another name."""
     made: dict[str, Any] = {
         "colors.css": css_variables,
+        "theme.js": lambda: report_asset("theme.js") + "export { theme };\n",
         "palette.js": lambda: (
             f"export const COLORS = {json.dumps(COLORS)};\n"
             f"export const DASHES = {json.dumps([[int(n) for n in dash.svg.split()] for dash in DASHES])};\n"
+            f"export const MARKS = {json.dumps({kind: [s.color, s.letter] for kind, s in SIGNS.items()})};\n"
         ),
     }
     if name in made:

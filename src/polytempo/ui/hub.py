@@ -235,7 +235,7 @@ class Hub:
                 "rows": columns.num_rows,
                 "behind": columns.behind,
                 "curves": {quantity: found for quantity, found in curves.items() if found},
-                "marks": columns.marks,
+                "marks": columns.marks(axis, sent),
                 "logged": columns.logged,
                 "last": columns.last,
                 "workers": {str(worker): last for worker, last in columns.workers.items()},

@@ -12,6 +12,7 @@ import numpy as np
 
 from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import PARTS
+from polytempo.report.pictures.marks import Mark, mark_of, places
 from polytempo.report.status.records import Diagnosis, Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
 from polytempo.report.status.stream import RunStream
 from polytempo.ui.sampling import Numbers, sampled
@@ -37,8 +38,8 @@ class RunColumns:
         self._last_seconds, self._last_step = 0.0, 0
         self.started: RunStarted | None = None
         self.finished: RunFinished | None = None
-        self.marks: list[dict[str, Any]] = []
-        """The last 100 each of faults, groups, checkpoints and diagnoses, with `kind`, `at_s`, `step` and `text`."""
+        self._marks: list[Mark] = []
+        """The last 100 each of faults, groups, checkpoints and diagnoses."""
         self.logged: list[dict[str, Any]] = []
         """The last texts and pictures that the user's program logged."""
         self.last: dict[str, dict[str, Any]] = {}
@@ -86,7 +87,7 @@ class RunColumns:
         else:
             if isinstance(record, Diagnosis) and record.about == "slow rank" and len(self.slow) < _MOST_MARKS:
                 self.slow[record.who] = record.text
-            self._mark(msgspec.to_builtins(record))
+            self._mark(record)
 
     def _row(self, record: TrainRow | TestRow) -> None:
         """Append a row to the columns of its kind; an entry that a row lacks is NaN there."""
@@ -128,22 +129,32 @@ class RunColumns:
             column.extend([math.nan] * (length - len(column)))
             column.append(value)
 
-    def _mark(self, record: dict[str, Any]) -> None:
-        kind = str(record.get("kind"))
-        at_s, step = record.get("at_s"), record.get("step")
-        mark = {
-            "kind": kind,
-            "at_s": self._last_seconds if at_s is None else at_s,
-            "step": self._last_step if step is None else step,
-            "text": _sentence(kind, record),
-        }
-        if kind in ("text", "image"):
-            self.logged = [*self.logged, {**mark, **record}][-_MOST_OWN:]
+    def _mark(self, record: StreamRecord) -> None:
+        mark = mark_of(record)
+        if mark is None:
+            self.logged = [*self.logged, {"at_s": self._last_seconds, **msgspec.to_builtins(record)}][-_MOST_OWN:]
             return
-        self.marks.append(mark)
-        alike = [number for number, each in enumerate(self.marks) if each["kind"] == kind]
+        self._marks.append(mark)
+        alike = [number for number, each in enumerate(self._marks) if each.kind == mark.kind]
         if len(alike) > _MOST_MARKS:  # a checkpoint every second leaves the faults in place
-            del self.marks[alike[0]]
+            del self._marks[alike[0]]
+
+    def marks(self, axis: str, sent_bytes: float | None = None) -> list[dict[str, Any]]:
+        """The marks with `kind`, `text`, `step`, `at_s`, and `x`: the place on an axis. None: it is not known."""
+        columns = self._columns["train"] or self._columns["test"]
+        named = {name: self._axis(columns, name, sent_bytes) for name in {axis, "step", "seconds"}}
+        known = {name: values for name, values in named.items() if values is not None}
+        at = {name: places(self._marks, name, known) for name in named}
+        return [
+            {
+                "kind": mark.kind,
+                "text": mark.text,
+                "x": at[axis][number],
+                "step": at["step"][number] if mark.step is None else mark.step,
+                "at_s": at["seconds"][number] if mark.at_s is None else mark.at_s,
+            }
+            for number, mark in enumerate(self._marks)
+        ]
 
     def _own(self, record: Logged) -> None:
         """The user's own numbers, as quantities of their own."""
@@ -205,14 +216,3 @@ class RunColumns:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _sentence(kind: str, record: dict[str, Any]) -> str:
-    """A mark in words."""
-    if kind == "fault":
-        return f"{record['who']} {record['how']}; {record['then']}"
-    if kind == "group":
-        return f"group {record['generation']}: {record['workers']} workers from step {record['step']:,}"
-    if kind == "checkpoint":
-        return f"checkpoint at step {record.get('step', 0):,}"
-    return str(record.get("text") or record.get("name") or kind)

@@ -31,7 +31,7 @@ def document(title: str, facts: str, body: str, figures: Mapping[str, Figure]) -
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{escape(title)}</title>
-<style>{css_variables()}{_asset("page.css")}</style>
+<style>{css_variables()}{report_asset("page.css")}</style>
 </head>
 <body>
 <header>
@@ -46,7 +46,7 @@ def document(title: str, facts: str, body: str, figures: Mapping[str, Figure]) -
 <script type="text/plain" id="figures">{_packed(_embedded(figures))}</script>
 <script type="text/plain" id="plotly">{b64encode(plotly).decode()}</script>
 <script>const DARK = {json.dumps(DARK)};
-{_asset("page.js")}</script>
+{report_asset("theme.js")}{report_asset("page.js")}</script>
 </body>
 </html>
 """
@@ -76,5 +76,6 @@ def _packed(text: str) -> str:
     return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _asset(name: str) -> str:
+def report_asset(name: str) -> str:
+    """A file of the page."""
     return files("polytempo.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page's section about the user's own numbers, pictures and texts, and marks of diagnoses in their charts."""
+"""The page's section about the user's own numbers, pictures and texts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from polytempo.report.pictures.figure import Figure, Line, empty_figure, run_line
-from polytempo.report.pictures.plots import MAX_POINTS, windowed
-from polytempo.report.pictures.style import QUIET
+from polytempo.report.pictures.plots import MAX_POINTS, mark_one_run, windowed
 from polytempo.report.runs import RunRecord, short_labels
-from polytempo.report.status.records import Diagnosis, Logged, LoggedText
+from polytempo.report.status.records import Logged, LoggedText
 
-MOST_CHARTS, MOST_TEXTS, MOST_MARKS = 24, 12, 50
+MOST_CHARTS, MOST_TEXTS = 24, 12
 _MOST_SHOWN = 2000
 
 
@@ -44,22 +43,15 @@ def own_line(run: RunRecord, name: str) -> Line:
 
 
 def own_curves(runs: Sequence[RunRecord], name: str) -> Figure:
-    """A line for each run that has logged the number. One run's diagnoses are dotted marks at their steps."""
+    """A line for each run that has logged the number. One run's faults and diagnoses are marks."""
     figure, labels = empty_figure(300, "Step"), short_labels(runs)
     for number, run in enumerate(runs):
         if line := own_line(run, name):
             text = html.escape(labels[number], quote=False)
             hover = ("" if len(runs) == 1 else f"{text}<br>") + "%{y:.4g} at step %{x:,.0f}<extra></extra>"
             figure.data.append(run_line(number, line, text, hover))
-    if len(runs) == 1:
-        figure.layout["shapes"] = [_mark(step) for step, _ in marks(runs[0])]
+    mark_one_run(figure, runs, "step")
     return figure
-
-
-def marks(run: RunRecord) -> list[tuple[int, str]]:
-    """The steps and sentences of the run's first diagnoses that have a step."""
-    found = [(each.step, each.text) for each in run.logged if isinstance(each, Diagnosis) and each.step is not None]
-    return found[:MOST_MARKS]
 
 
 def pictures(runs: Sequence[RunRecord]) -> str:
@@ -93,8 +85,3 @@ def texts(runs: Sequence[RunRecord]) -> str:
     run_head = "" if len(runs) == 1 else "<th>Run</th>"
     head = f'<tr>{run_head}<th>Text</th><th class="number">Step</th><th style="text-align:left">Content</th></tr>'
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _mark(step: int) -> dict[str, object]:
-    line = {"color": QUIET, "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "layer": "below", "line": line}

@@ -16,6 +16,7 @@ from polytempo.report.pages.summary import TIMES, baseline_sentences
 from polytempo.report.pages.table import breakable, details_table, facts, numbers, summary_table, swatch, tiles
 from polytempo.report.pictures import plots
 from polytempo.report.pictures.figure import Figure
+from polytempo.report.pictures.marks import SIGNS, Mark, marks_of
 from polytempo.report.pictures.style import css, look
 from polytempo.report.pictures.timeline import WORDS, Timeline, timeline
 from polytempo.report.runs import RunRecord, labels, short_labels
@@ -96,12 +97,30 @@ def _curves(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
         return f"<h2>Learning</h2><p>{_left(runs, 'no metrics')}</p>"
     no_accuracy = "" if any(cards[:2]) else "This job measures no accuracy."
     if len(runs) == 1:
-        return f'<h2>Learning</h2><p>{no_accuracy}</p><div class="grid">{"".join(cards)}</div>'
+        return f'<h2>Learning</h2><p>{no_accuracy}</p>{_marked(runs[0])}<div class="grid">{"".join(cards)}</div>'
     return (
         f"<h2>Learning</h2><p>Against time: how fast a strategy gets there on this hardware. Against samples: how much "
         f"it learns from the same data. Click a strategy to hide or show it in all figures. {no_accuracy}</p>"
         f'<div>{_run_legend(runs)}<div class="grid">{"".join(cards)}</div></div>'
     )
+
+
+def _marked(run: RunRecord) -> str:
+    """The first marks of the charts, in words."""
+    marks = marks_of(run.logged)
+    items = "".join(f"<li>{_sign(mark)}{escape(_moment(mark) + mark.text)}</li>" for mark in marks[:_MOST_NAMED])
+    more = len(marks) - _MOST_NAMED
+    rest = f"<li>and {more} more</li>" if more > 0 else ""
+    return f'<ul class="marks" aria-label="Marks in the charts">{items}{rest}</ul>' if marks else ""
+
+
+def _sign(mark: Mark) -> str:
+    sign = SIGNS[mark.kind]
+    return f'<span aria-hidden="true" style="color:{css(sign.color)}">{sign.letter}</span> '
+
+
+def _moment(mark: Mark) -> str:
+    return f"step {mark.step:,.0f}: " if mark.step is not None else f"{mark.at_s:.1f} s: "
 
 
 def _curve_card(runs: Sequence[RunRecord], figures: dict[str, Figure], quantity: str, over: str, heading: str) -> str:
@@ -124,8 +143,6 @@ def _own(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
     ]
     more = len(named) - len(cards)
     said = f"{more} more are in metrics.jsonl. " if more > 0 else ""
-    if len(runs) == 1 and cards and (marks := own_numbers.marks(runs[0])):
-        said += "Dotted: " + "; ".join(f"step {step:,}, {text}" for step, text in marks[:_MOST_NAMED]) + "."
     charts = f'<div class="grid">{"".join(cards)}</div>' if cards else ""
     key = _run_key(runs, own_numbers.has_own) if len(runs) > 1 else ""
     shown = own_numbers.pictures(runs) + own_numbers.texts(runs)

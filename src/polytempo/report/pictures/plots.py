@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from polytempo.report.pages.summary import TIMES, Summary, finite, human_bytes, percent, summaries
 from polytempo.report.pictures.figure import Figure, Line, axes_of, empty_figure, run_line
+from polytempo.report.pictures.marks import draw_marks, marks_of, places
 from polytempo.report.pictures.style import PAPER, QUIET, look
 from polytempo.report.runs import RunRecord, short_labels
 
@@ -28,7 +29,7 @@ class Unit(NamedTuple):
 def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None:
     """`quantity` ("loss" or "accuracy") over "seconds" or "samples": a line a run. None where no run has any.
 
-    Loss is the training loss, accuracy the test accuracy.
+    Loss is the training loss, accuracy the test accuracy. One run alone has marks of its faults and diagnoses.
     """
     unit = time_unit(runs) if over == "seconds" else Unit("", 1.0)
     lines = lines_of(runs, quantity, over)
@@ -46,7 +47,24 @@ def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None
         hover = _hover(text if len(runs) > 1 else "", quantity, over, unit)
         figure.data.append({**run_line(number, line, text, hover), "mode": "lines+markers", "marker": marker})
     _crop(figure, lines, quantity)
+    mark_one_run(figure, runs, over, unit.seconds)
     return figure
+
+
+def mark_one_run(figure: Figure, runs: Sequence[RunRecord], axis: str, scale: float = 1.0) -> None:
+    """Draw the marks of the only run over `axis`, in units of `scale`. Marks of several runs would be a thicket."""
+    if len(runs) != 1:
+        return
+    marks, rows = marks_of(runs[0].logged), runs[0].rows("train")
+    columns = {name: [_or_nan(row.get(name)) for row in rows] for name in {"step", "seconds", axis}}
+    at = zip(places(marks, axis, columns), marks, strict=True)
+    found = [(x / scale, mark) for x, mark in at if x is not None]
+    draw_marks(figure, found, [folded(mark.text, 60) for _, mark in found])
+
+
+def _or_nan(value: object) -> float:
+    number = finite(value)
+    return math.nan if number is None else number
 
 
 def left_out(runs: Sequence[RunRecord], quantity: str, over: str) -> str:

@@ -161,6 +161,8 @@ class ProcessEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="fault"):
     at_s: Number
     """Seconds since the run's start."""
     then: str
+    step: _Count | None = None
+    """The step of the run's last row of training then; None: no row had come, or an earlier version wrote it."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, tag_field="kind", tag="group"):

@@ -31,12 +31,12 @@ def read_metrics(run: Place) -> list[dict[str, Any]]:
     return [row for row in read_rows(run) if row.get("kind") in METRIC_KINDS]
 
 
-def read_rows(run: Place) -> list[dict[str, Any]]:
-    """All rows of a run; none where it has no `metrics.jsonl`.
+def read_rows(run: Place, name: str = METRICS) -> list[dict[str, Any]]:
+    """All rows in a file of a run; none where it has no such file.
 
     A last line that a crash cut short is left out. Errors: ValueError for a broken line before it.
     """
-    path, rows = run / METRICS, list[dict[str, Any]]()
+    path, rows = run / name, list[dict[str, Any]]()
     lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n") if path.exists() else []
     while lines and not lines[-1].strip():
         lines.pop()

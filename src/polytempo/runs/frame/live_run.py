@@ -11,6 +11,8 @@ from itertools import islice
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import AskingWhere, Engine, EngineProcess, Preempting, Role
@@ -26,7 +28,7 @@ from polytempo.report.status.live_status import (
     events_of,
     write_status,
 )
-from polytempo.report.status.records import GroupStatus, RunState, StreamRecord, diagnosis_of
+from polytempo.report.status.records import GroupStatus, ProcessEvent, RunState, StreamRecord, diagnosis_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.run_settings import environment_of, settings_of
 
@@ -250,8 +252,10 @@ class LiveRun:
     def _tell(self, status: LiveStatus) -> None:
         """Append the news to the stream."""
         self._next_news_s = status.written_s + WRITE_INTERVAL_S
+        step = (self._last.get("train") or {}).get("step")
         for record in self._news.look(status):
-            self.append(record)
+            placed = isinstance(record, ProcessEvent) and step is not None
+            self.append(msgspec.structs.replace(record, step=step) if placed else record)
 
     def _write(self, status: LiveStatus) -> None:
         self._next_s = status.written_s + (URL_INTERVAL_S if isinstance(self._out, UrlPath) else WRITE_INTERVAL_S)

@@ -3,34 +3,15 @@ import { element, setText } from "./format.js";
 import { listPage } from "./list.js";
 import { runPage } from "./run.js";
 import { comparePage } from "./compare.js";
+import { theme } from "./theme.js";
 
 const root = document.documentElement;
 const main = document.getElementById("main");
-const system = window.matchMedia("(prefers-color-scheme: dark)");
 let source = null, shown = null;
 
 // The token has done its work when the page is there: it leaves the address bar and the history.
 if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
 
-// ---- light and dark ----
-
-function remembered(mode) {
-  try {
-    if (mode) localStorage.setItem("polytempo-mode", mode);
-    return localStorage.getItem("polytempo-mode");
-  } catch {
-    return mode || null;
-  }
-}
-
-function setMode(mode) {
-  root.dataset.mode = mode;
-  setText(document.getElementById("mode"), mode === "dark" ? "Light mode" : "Dark mode");
-  shown?.redraw?.();
-}
-
-document.getElementById("mode").addEventListener("click", () => setMode(remembered(root.dataset.mode === "dark" ? "light" : "dark")));
-system.addEventListener("change", () => remembered() || setMode(system.matches ? "dark" : "light"));
 document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 
 // ---- the stream ----
@@ -148,6 +129,6 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "?") ask("Keys", ["/  go to the search field", "g  back to all runs", "Tab, Enter, Space  move, open, select", "In a chart: arrow keys read values, + zooms in, − shows all, Esc leaves"], "Close");
 });
 
-setMode(remembered() || (system.matches ? "dark" : "light"));
+theme(() => shown?.redraw?.());
 window.addEventListener("hashchange", route);
 route();

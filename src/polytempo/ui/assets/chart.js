@@ -1,9 +1,8 @@
 // A chart on a canvas: mean lines with the band between least and greatest value, marks, a cross hair, zoom by dragging.
-import { COLORS, DASHES } from "./palette.js";
+import { COLORS, DASHES, MARKS } from "./palette.js";
 import { element, number } from "./format.js";
 
 const LEFT = 58, RIGHT = 12, TOP = 14, BOTTOM = 26, NEAR = 6, HEIGHT = 220;
-const MARKS = { fault: ["#D55E00", "▲"], group: ["#0072B2", "◆"], checkpoint: ["#008A63", "●"], diagnosis: ["#C0609A", "■"] };
 
 export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--c${name.slice(1).toLowerCase()}`).trim() || name;

@@ -124,8 +124,7 @@ export function runPage(id, parameters) {
     drawSaid();
     chooser.show(curves.axes, curves.axis);
     setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows${curves.behind ? ", reading more" : ""}` : "No row of metrics yet");
-    const place = { seconds: "at_s", step: "step" }[curves.axis];
-    const marks = place ? curves.marks.map((mark) => ({ kind: mark.kind, x: mark[place], text: mark.text })) : [];
+    const marks = curves.marks.filter((mark) => mark.x !== null);
     for (const [quantity, found] of Object.entries(curves.curves)) {
       const lines = found.map((curve) => ({ ...curve, name: KINDS[curve.kind], look: LOOKS[curve.kind], dots: curve.kind === "test" && curve.x.length < 60 }));
       const chart = charts.chart(quantity);
@@ -138,7 +137,7 @@ export function runPage(id, parameters) {
     if (events.dataset.newest !== newest) {
       events.dataset.newest = newest;
       const saved = curves.marks.filter((mark) => mark.kind === "checkpoint").slice(0, -5);
-      const rows = curves.marks.filter((mark) => !saved.includes(mark)).reverse().map((mark) => [`${markSign(mark.kind)} ${seconds(mark.at_s)}`, whole(mark.step), mark.kind, mark.text]);
+      const rows = curves.marks.filter((mark) => !saved.includes(mark)).reverse().map((mark) => [`${markSign(mark.kind)} ${mark.at_s === null ? "" : seconds(mark.at_s)}`, mark.step === null ? "–" : whole(Math.round(mark.step)), mark.kind, mark.text]);
       events.replaceChildren(element("div", { class: "card tall" }, table([{ name: "Time", text: true }, "Step", { name: "Kind", text: true }, { name: "What happened", text: true }], rows, { label: "Events" }), saved.length ? element("p", { class: "caption" }, `and ${whole(saved.length)} checkpoints before`) : null));
     }
     showSection(logged, (curves.logged || []).length > 0);
