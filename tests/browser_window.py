@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: the one of this machine, or else the one that playwright has installed."""
+"""A headless Chromium for tests of pages: the browser of this machine, or else the browser of playwright."""
 
 from __future__ import annotations
 

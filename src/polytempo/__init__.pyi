@@ -22,6 +22,7 @@ from polytempo import worlds as worlds
 from polytempo.core.strategy import Strategy as Strategy
 from polytempo.engines.join.init import init as init
 from polytempo.engines.local_engine import launch as launch
+from polytempo.planner.rate_finder import find_rate as find_rate
 from polytempo.runs.compare import compare as compare
 from polytempo.runs.elastic.elastic_loop import elastic as elastic
 from polytempo.runs.own_loop.attach import attach as attach

@@ -52,7 +52,7 @@ def test_checkpoints_have_no_mark_in_a_report_and_marks_are_bounded() -> None:
 
 
 def faulty(folder: Path, *events: Any) -> Path:
-    """A run of four steps in two seconds whose `events.jsonl` has these records."""
+    """A run of four steps in two seconds, with these records in `events.jsonl`."""
     run = record()
     (folder / "result.json").write_text(json.dumps(run.result))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.metrics))

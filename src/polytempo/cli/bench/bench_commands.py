@@ -10,6 +10,7 @@ from polytempo.cli.bench.bench_options import (
     MemoryOptions,
     TrainingOptions,
     TuneBatchOptions,
+    TuneRateOptions,
     TuneThreadsOptions,
 )
 from polytempo.cli.options.command_line import takes
@@ -77,6 +78,18 @@ def batch(asked: TuneBatchOptions) -> None:
     The noise scale says how large a batch may be, a range test and short runs which rate it needs.
     """
     from polytempo.cli.bench.tune_batch import tune_batch as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@tune.command()
+@takes(TuneRateOptions)
+def rate(asked: TuneRateOptions) -> None:
+    """Find a learning rate for JOB with a strategy: train while the rate grows, until the loss does.
+
+    The run is simulated in this process; no folder is written.
+    """
+    from polytempo.cli.bench.tune_rate import tune_rate as command  # imports torch, which takes seconds
 
     command(asked)
 

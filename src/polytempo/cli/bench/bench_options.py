@@ -20,6 +20,8 @@ from polytempo.cli.options.shared_options import (
     Job,
     Json,
     Seed,
+    Strategy,
+    Workers,
 )
 from polytempo.spec.table.option import Count, Option, Positive, entries
 
@@ -155,6 +157,35 @@ class TuneBatchOptions:
     device: Device = "auto"
     seed: Seed = 0
     data: Data = None
+    json: Json = False
+
+
+def _picture(given: Path) -> Path:
+    """A file's name in a folder that is there."""
+    if given.suffix != ".png" or not given.parent.is_dir():
+        raise ValueError("name a file that ends in .png, in a folder that is there")
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRateOptions:
+    """Options of `polytempo tune rate`."""
+
+    job: Job
+    strategy: Strategy = "sync_sgd"
+    workers: Workers = 1
+    steps: Annotated[Annotated[int, Meta(ge=10, le=1_000_000)], Option(OPTIONS, "N")] = 100
+    """The most steps; fewer where the loss grows before. Default: 100."""
+    lowest: Annotated[Positive | None, Option(OPTIONS, "R")] = None
+    """The first rate. Default: the job's, divided by 1,000."""
+    highest: Annotated[Positive | None, Option(OPTIONS, "R")] = None
+    """The last rate. Default: the job's, multiplied by 1,000."""
+    batch_size: BatchSize = None
+    global_batch_size: GlobalBatchSize = None
+    seed: Seed = 0
+    data: Data = None
+    picture: Annotated[Path | None, Option(OPTIONS, "FILE", read=_picture)] = None
+    """Draw the loss against the rates into this PNG file."""
     json: Json = False
 
 

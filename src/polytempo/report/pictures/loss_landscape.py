@@ -1,8 +1,8 @@
-"""Pictures of a loss: along the line between two models, and in a plane through one."""
+"""Pictures of a loss: between two models, in a plane through one, and while a learning rate grows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -35,6 +35,25 @@ def draw_line(path: Place, at: Sequence[float], losses: Sequence[float], names: 
     _dress(axes, "Training loss along the line between two models")
     axes.set_xlabel("way from one to the other", fontsize=9, color=QUIET)
     axes.set_ylabel("loss", fontsize=9, color=QUIET)
+    _write(figure, path)
+
+
+def draw_rates(path: Place, rates: Sequence[float], losses: Sequence[float], marks: Mapping[str, float]) -> None:
+    """Write a PNG of the loss against growing learning rates, with a line at each rate of `marks`."""
+    figure = _blank((7.4, 4.8))
+    axes = figure.add_axes((0.1, 0.12, 0.87, 0.8))
+    axes.plot(rates, losses, color=COLORS[0], linewidth=1.8)
+    axes.set_xscale("log")
+    if _far_apart(losses):
+        axes.set_yscale("log")
+    for number, (name, rate) in enumerate(marks.items()):
+        axes.axvline(rate, color=COLORS[1 + number], linewidth=1.2, linestyle=":")
+        beside: dict[str, Any] = {"ha": "right", "va": "top", "xytext": (-5, -4 - 13 * number)}
+        where: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(f"{name} {rate:.3g}", (rate, 1), **beside, **where, fontsize=9, color=INK)
+    _dress(axes, "Training loss while the learning rate grows")
+    axes.set_xlabel("learning rate", fontsize=9, color=QUIET)
+    axes.set_ylabel("loss, smoothed", fontsize=9, color=QUIET)
     _write(figure, path)
 
 

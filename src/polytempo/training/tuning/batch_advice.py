@@ -19,6 +19,7 @@ from polytempo.device import HOST, out_of_memory
 from polytempo.large_batch.noise_scale import Squares
 from polytempo.spec.job import Data, Job
 from polytempo.training.job.context import check_length
+from polytempo.training.tuning.rate_range import RateRange, growing_rates
 from polytempo.training.tuning.trial import Trial, exceeds
 
 _RATES = 6
@@ -311,7 +312,6 @@ def _unsure(
 
 _SPAN = 1e3
 """The test goes from the job's rate divided by this to the job's rate times this."""
-_SMOOTHS = 0.7
 
 
 class RangeTest(NamedTuple):
@@ -333,20 +333,11 @@ def range_test(
     training neural networks", 2017, section 3.3; the exponential growth is later practice.
     """
     trial = Trial(job, data, batch=batch, seed=seed, parts=parts, follows=False, device=device)
-    rates, losses = [], list[float]()
-    smoothed = 0.0
-    for step in range(steps):
-        rate = job.lr / _SPAN * (_SPAN * _SPAN) ** (step / max(1, steps - 1))
+    found = RateRange()
+    for rate in growing_rates(job.lr / _SPAN, job.lr * _SPAN, steps):
         for group in trial.optimizer.param_groups:
             group["lr"] = rate
-        loss = trial.step()
-        if not math.isfinite(loss):
+        if found.add(rate, trial.step()):
             break
-        smoothed = _SMOOTHS * smoothed + (1 - _SMOOTHS) * loss
-        rates.append(rate)
-        losses.append(smoothed / (1 - _SMOOTHS ** (step + 1)))
-        if exceeds(losses[-1], min(losses), _WORSE) and losses[-1] > losses[0]:
-            break
-    if not losses:
-        raise ValueError(f"job {job.name}: the loss is not finite in the first step; look at its data and its model")
-    return RangeTest(rates, losses, rates[losses.index(min(losses))], trial.samples)
+    found.check(job.name)
+    return RangeTest(found.rates, found.losses, found.least, trial.samples)
