@@ -114,7 +114,7 @@ mutations: install ## how many of 40 planted bugs the tests of a tier find: TIER
 INTERPRETED := tests/integrations/test_triton_kernels.py
 
 test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo, and Triton's kernels (minutes)
-	$(INTEGRATIONS)/bin/python -m pytest -q --ignore=$(INTERPRETED) tests/integrations tests/unit/test_stream_sources.py
+	$(INTEGRATIONS)/bin/python -m pytest -q $(WITHOUT_BROWSER) --ignore=$(INTERPRETED) tests/integrations tests/unit/test_stream_sources.py
 	TRITON_INTERPRET=1 $(INTEGRATIONS)/bin/python -m pytest -q $(INTERPRETED)
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt

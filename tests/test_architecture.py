@@ -135,6 +135,8 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.look.sharpness"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_threads"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_batch"): TORCH,
+    ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_rate"): TORCH,
+    ("planner/rate_finder.py", "polytempo.report.pictures.loss_landscape"): "imports matplotlib, which takes seconds",
     ("cli/main.py", "polytempo.cli.look.report"): TORCH,
     ("cli/main.py", "polytempo.cli.look.runs"): TORCH,
     ("cli/main.py", "polytempo.cli.run.compress"): TORCH,

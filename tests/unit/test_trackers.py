@@ -44,6 +44,7 @@ from polytempo.trackers import TrackedRun, Tracker, table, tracked
 from polytempo.trackers.bookmark import Bookmark
 from polytempo.trackers.feed import TrackerFeed
 from polytempo.trackers.words import sentence
+from polytempo.worlds.trace import Event, write_chrome_trace
 
 t = pt.trackers
 
@@ -329,6 +330,39 @@ def test_opentelemetry_sends_spans_of_the_times_in_rows(folder: Path) -> None:
     ]
     assert times == [("steps", 0, 0.5), ("evaluation", 0, 0.5), ("steps", 0.5, 1.0)]
     assert {each.key: each.value.double_value for each in inside[0].attributes}["train/loss"] == 2.25
+
+
+def test_opentelemetry_sends_the_last_steps_of_the_trace(folder: Path) -> None:
+    """A span for each rank's step, and in it a span for each operation, at the times of the trace."""
+    trace = [
+        Event(rank, step, op, sent, step + begin, step + end, peer)
+        for step in range(1, 31)
+        for rank in range(2)
+        for op, sent, begin, end, peer in (("compute", 0, 0.0, 0.5, -1), ("send", 100, 0.5, 0.75, 1 - rank))
+    ]
+    write_chrome_trace(folder / "trace.json", [*trace, Event(0, 30, "save", 0, 40.0, 50.0)], title="t", dropped=0)
+    with collector() as (url, posted):
+        hand(table.made(t.opentelemetry(f"{url}/v1/traces")), facts(folder))
+    spans = [
+        span
+        for _, _, body in posted
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    steps = {span.span_id: span for span in spans if span.name == "step"}
+    assert len(steps) == 20 * 2
+    (run,) = [span for span in spans if span.name == "run"]
+    assert {span.parent_span_id for span in steps.values()} == {run.span_id}
+    began, sends = int(1.75e9) * 10**9, [span for span in spans if span.name == "send"]
+    assert len(sends) == 20 * 2
+    told = {each.key: each.value.int_value for each in sends[-1].attributes}
+    assert told == {"bytes": 100, "peer": 0}
+    inside = steps[sends[-1].parent_span_id]
+    assert {each.key: each.value.int_value for each in inside.attributes} == {"step": 30, "rank": 1}
+    assert [(span.start_time_unix_nano - began) / 1e9 for span in (inside, sends[-1])] == [30.0, 30.5]
+    assert (inside.end_time_unix_nano - began) / 1e9 == 30.75
+    assert "save" not in {span.name for span in spans}
 
 
 def test_kubeflow_is_told_of_the_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
