@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "federated", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds", "spec.text.notebook_table", "spec.text.plain_text", "spec.result"},
-    "trackers": {"core", "report.status", "spec"},
+    "trackers": {"core", "report.status", "report.runs", "worlds.trace", "spec"},
     "ui": {"core", "report", "diagnosis.bound", "worlds.trace", "spec.text.plain_text"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "trackers", *STREAM},
@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
-    "planner": {*BELOW_TRAINING, "training", "runs"},
+    "planner": {*BELOW_TRAINING, "training", "report.pictures.loss_landscape", "runs"},
     "bench": {
         "core",
         "native",

@@ -10,7 +10,7 @@ import pytest
 
 from live_pages import write_run
 from polytempo.report.pages.page import page
-from polytempo.report.pictures.marks import MOST_MARKS, Mark, marks_of, places
+from polytempo.report.pictures.marks import MOST_MARKS, ChartMark, marks_of, places
 from polytempo.report.pictures.plots import curves
 from polytempo.report.runs import load_run
 from polytempo.report.status.records import CheckpointSaved, Diagnosis, GroupStatus, ProcessEvent, row_of
@@ -24,23 +24,23 @@ COLUMNS = {"step": [20.0, 10.0, 30.0], "seconds": [2.0, 1.0, 4.0], "samples": [2
 @pytest.mark.parametrize(
     ("mark", "axis", "expected"),
     [
-        (Mark("fault", "f", 15, 9.0), "step", 15),
-        (Mark("fault", "f", 15, 9.0), "seconds", 1.5),
-        (Mark("fault", "f", 25, 9.0), "seconds", 3.0),
-        (Mark("fault", "f", 5, 9.0), "seconds", 1.0),
-        (Mark("fault", "f", 90, 9.0), "samples", 200.0),
-        (Mark("fault", "f", None, 3.0), "seconds", 3.0),
-        (Mark("fault", "f", None, 3.0), "step", 25.0),
-        (Mark("group", "g", None, None), "step", None),
-        (Mark("fault", "f", 15, 9.0), "epoch", None),
+        (ChartMark("fault", "f", 15, 9.0), "step", 15),
+        (ChartMark("fault", "f", 15, 9.0), "seconds", 1.5),
+        (ChartMark("fault", "f", 25, 9.0), "seconds", 3.0),
+        (ChartMark("fault", "f", 5, 9.0), "seconds", 1.0),
+        (ChartMark("fault", "f", 90, 9.0), "samples", 200.0),
+        (ChartMark("fault", "f", None, 3.0), "seconds", 3.0),
+        (ChartMark("fault", "f", None, 3.0), "step", 25.0),
+        (ChartMark("group", "g", None, None), "step", None),
+        (ChartMark("fault", "f", 15, 9.0), "epoch", None),
     ],
 )
-def test_a_mark_is_placed_by_its_step_or_else_by_its_time(mark: Mark, axis: str, expected: float | None) -> None:
+def test_a_mark_is_placed_by_its_step_or_else_by_its_time(mark: ChartMark, axis: str, expected: float | None) -> None:
     assert places([mark], axis, COLUMNS) == [expected]
 
 
 def test_without_rows_nothing_is_placed_but_the_known() -> None:
-    mark = Mark("fault", "f", 15, 9.0)
+    mark = ChartMark("fault", "f", 15, 9.0)
     assert [places([mark], axis, {})[0] for axis in ("step", "seconds")] == [15, None]
 
 

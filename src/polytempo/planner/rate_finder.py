@@ -20,7 +20,6 @@ from polytempo.cluster.cluster import Cluster
 from polytempo.core.errors import NotFinite
 from polytempo.core.strategy import Strategy
 from polytempo.core.system.url_path import place
-from polytempo.report.runs import plural
 from polytempo.runs.frame.arguments import checked_job
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.callbacks.callback import Callback, CallbackFacts, Control
@@ -61,7 +60,7 @@ class FoundRate:
 
     def __str__(self) -> str:
         end = "then the loss grew" if self.diverged else "and the loss had not grown; try a larger highest"
-        run = f"{self.job}, {self.strategy}, {plural(self.workers, 'worker')}"
+        run = f"{self.job}, {self.strategy}, workers={self.workers}"
         falls = f"the loss fell fastest at {self.steepest:.3g} and was least at {self.least:.3g}"
         return f"{run}: try a rate of {self.suggested:.3g}; {falls}, {end}"
 

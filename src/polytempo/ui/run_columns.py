@@ -12,7 +12,7 @@ import numpy as np
 
 from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import PARTS
-from polytempo.report.pictures.marks import Mark, mark_of, places
+from polytempo.report.pictures.marks import ChartMark, mark_of, places
 from polytempo.report.status.records import Diagnosis, Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
 from polytempo.report.status.stream import RunStream
 from polytempo.ui.sampling import Numbers, sampled
@@ -38,7 +38,7 @@ class RunColumns:
         self._last_seconds, self._last_step = 0.0, 0
         self.started: RunStarted | None = None
         self.finished: RunFinished | None = None
-        self._marks: list[Mark] = []
+        self._marks: list[ChartMark] = []
         """The last 100 each of faults, groups, checkpoints and diagnoses."""
         self.logged: list[dict[str, Any]] = []
         """The last texts and pictures that the user's program logged."""

@@ -16,7 +16,7 @@ from polytempo.report.pages.summary import TIMES, baseline_sentences
 from polytempo.report.pages.table import breakable, details_table, facts, numbers, summary_table, swatch, tiles
 from polytempo.report.pictures import plots
 from polytempo.report.pictures.figure import Figure
-from polytempo.report.pictures.marks import SIGNS, Mark, marks_of
+from polytempo.report.pictures.marks import SIGNS, ChartMark, marks_of
 from polytempo.report.pictures.style import css, look
 from polytempo.report.pictures.timeline import WORDS, Timeline, timeline
 from polytempo.report.runs import RunRecord, labels, short_labels
@@ -114,12 +114,12 @@ def _marked(run: RunRecord) -> str:
     return f'<ul class="marks" aria-label="Marks in the charts">{items}{rest}</ul>' if marks else ""
 
 
-def _sign(mark: Mark) -> str:
+def _sign(mark: ChartMark) -> str:
     sign = SIGNS[mark.kind]
     return f'<span aria-hidden="true" style="color:{css(sign.color)}">{sign.letter}</span> '
 
 
-def _moment(mark: Mark) -> str:
+def _moment(mark: ChartMark) -> str:
     return f"step {mark.step:,.0f}: " if mark.step is not None else f"{mark.at_s:.1f} s: "
 
 

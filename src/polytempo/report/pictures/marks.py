@@ -1,4 +1,4 @@
-"""`Mark`: a fault, a new group or a diagnosis of a run, and its place on the axes of charts.
+"""`ChartMark`: a fault, a new group or a diagnosis of a run, and its place on the axes of charts.
 
 step 1,200 ──rows of training──▶ 31.4 s, 76,800 samples, epoch 2.1
 """
@@ -20,7 +20,7 @@ _HIGH = 0.965
 """The height of a sign, as a part of the figure's."""
 
 
-class Sign(NamedTuple):
+class MarkSign(NamedTuple):
     """The look of a kind of marks: a color of the light mode, plotly's symbol, and a letter of the same form."""
 
     color: str
@@ -29,14 +29,14 @@ class Sign(NamedTuple):
 
 
 SIGNS = {
-    "fault": Sign(COLORS[1], "triangle-up", "▲"),
-    "group": Sign(COLORS[0], "diamond", "◆"),
-    "checkpoint": Sign(COLORS[2], "circle", "●"),
-    "diagnosis": Sign(COLORS[3], "square", "■"),
+    "fault": MarkSign(COLORS[1], "triangle-up", "▲"),
+    "group": MarkSign(COLORS[0], "diamond", "◆"),
+    "checkpoint": MarkSign(COLORS[2], "circle", "●"),
+    "diagnosis": MarkSign(COLORS[3], "square", "■"),
 }
 
 
-class Mark(NamedTuple):
+class ChartMark(NamedTuple):
     """A record that a chart shows at its moment."""
 
     kind: str
@@ -47,28 +47,28 @@ class Mark(NamedTuple):
     at_s: float | None
 
 
-def mark_of(record: StreamRecord) -> Mark | None:
+def mark_of(record: StreamRecord) -> ChartMark | None:
     """The mark of a record; None for rows, logged values, the start and the end."""
     match record:
         case ProcessEvent():
-            return Mark("fault", f"{record.who} {record.how}; {record.then}", record.step, record.at_s)
+            return ChartMark("fault", f"{record.who} {record.how}; {record.then}", record.step, record.at_s)
         case GroupStatus():
             text = f"group {record.generation}: {record.workers} workers from step {record.step:,}"
-            return Mark("group", text, record.step, None)
+            return ChartMark("group", text, record.step, None)
         case CheckpointSaved():
-            return Mark("checkpoint", f"checkpoint at step {record.step:,}", record.step, record.at_s)
+            return ChartMark("checkpoint", f"checkpoint at step {record.step:,}", record.step, record.at_s)
         case Diagnosis():
-            return Mark("diagnosis", record.text, record.step, record.at_s)
+            return ChartMark("diagnosis", record.text, record.step, record.at_s)
     return None
 
 
-def marks_of(records: Iterable[StreamRecord]) -> list[Mark]:
+def marks_of(records: Iterable[StreamRecord]) -> list[ChartMark]:
     """The first 50 marks of faults, groups and diagnoses. Checkpoints, which are many, have none in a report."""
     found = (mark for record in records if (mark := mark_of(record)) is not None)
     return [mark for mark in found if mark.kind != "checkpoint"][:MOST_MARKS]
 
 
-def places(marks: Sequence[Mark], axis: str, columns: Mapping[str, Any]) -> list[float | None]:
+def places(marks: Sequence[ChartMark], axis: str, columns: Mapping[str, Any]) -> list[float | None]:
     """The place of each mark on `axis`, by `columns` of equal length: "step", "seconds", and the axis's own.
 
     Between two rows it is in proportion; before the first row and behind the last one it is at that row. None where
@@ -77,7 +77,7 @@ def places(marks: Sequence[Mark], axis: str, columns: Mapping[str, Any]) -> list
     return [_place(mark, axis, columns) for mark in marks]
 
 
-def _place(mark: Mark, axis: str, columns: Mapping[str, Any]) -> float | None:
+def _place(mark: ChartMark, axis: str, columns: Mapping[str, Any]) -> float | None:
     known, by = (mark.at_s, "seconds") if mark.step is None else (mark.step, "step")
     if by == axis:
         return known
@@ -91,7 +91,7 @@ def _place(mark: Mark, axis: str, columns: Mapping[str, Any]) -> float | None:
     return float(np.interp(known, x[there][order], y[there][order]))
 
 
-def draw_marks(figure: Figure, found: Sequence[tuple[float, Mark]], texts: Sequence[str]) -> None:
+def draw_marks(figure: Figure, found: Sequence[tuple[float, ChartMark]], texts: Sequence[str]) -> None:
     """A dotted line at each place, and a sign on top with its text (HTML), which a pointer reads."""
     if not found:
         return
