@@ -129,6 +129,13 @@ def test_the_sentence(case: Case, text: str) -> None:
     assert answer.text == text
 
 
+def test_a_slow_rank_may_have_smaller_parts() -> None:
+    answer = bound(CASES[20].facts._replace(balances=True))
+    assert answer is not None
+    assert 'Try balance="speed" first' in answer.text
+    assert answer.gain > 1.3
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_change_is_predicted_from_the_measured_parts(case: Case) -> None:
     answer = bound(case.facts)

@@ -73,6 +73,8 @@ class StepParts(NamedTuple):
     slow: str = ""
     """The rank that was found slow, such as "rank 3"."""
     virtual: bool = False
+    balances: bool = False
+    """True if `balance="speed"` is possible, and was not asked for."""
 
     @property
     def step_s(self) -> float:
@@ -223,6 +225,8 @@ def _rarer(facts: StepParts) -> _Change:
 
 def _without_slow(facts: StepParts) -> _Change:
     step_s = facts.step_s - (facts.wait_s - facts.least_wait_s)
+    if facts.slow and facts.balances:
+        return _Change('balance="speed"', step_s)
     if facts.slow and facts.workers > 2:
         return _Change(f"a run without {facts.slow}", step_s, 1 - 1 / facts.workers)
     if any(facts.strategy.startswith(name) for name in _RARE):

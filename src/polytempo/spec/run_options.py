@@ -154,6 +154,12 @@ class RunOptions:
     Steps and their batches stay as they are: `batch_size` and `global_batch_size` are of a step, of all micro-batches
     together. Memory for activations shrinks by K. Norms that compute statistics of a batch see micro-batches.
     """
+    balance: Annotated[Literal["equal", "speed"], Option(TRAINING, "KIND")] = "equal"
+    """Deal each global batch in equal parts, or by the workers' measured speed. Default: equal.
+
+    "speed": the global batch stays, and every eighth step a worker's part moves towards its speed, at least half and at
+    most twice the equal part. Gradients weigh by samples, so the mean is the global batch's. See `docs/diagnosis.md`.
+    """
     clip_norm: Annotated[Positive | None, Option(TRAINING, "C")] = None
     """Clip gradients: scale a step's gradient by min(1, C / its norm). Default: no clipping.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from polytempo.core import Strategy
+from polytempo.core import Promise, Strategy, is_idle
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.plan import slices
 from polytempo.spec.batch_growth import Geometric, NormTest
@@ -30,6 +30,7 @@ FORMAT: Literal["polytempo-run-spec"] = "polytempo-run-spec"
 VERSION: Literal[1] = 1
 _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
+_RANKS = 2
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
 """Values of a job that a program may change after it has found the job by name: they travel with the run."""
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "predictions", "schedule", "weight")
@@ -236,6 +237,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
     }
     refuse(
         strategy.features
+        | balance_features(strategy, options.balance)
         | _features_of(options.precision)
         | _needs_of(options)
         | {name for name, has in asked.items() if has},
@@ -245,6 +247,19 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         option="noise_scale" if options.noise_scale is not None else "batch_growth",
         **vars(options),
     )
+
+
+def balance_features(strategy: Strategy, balance: Literal["equal", "speed"]) -> set[str]:
+    """Names of features for `core.calls.refusals`; none for equal parts. `own steps`: no mean in each step."""
+    if balance == "equal":
+        return set()
+    found = {"balance"}
+    if strategy.server is None and strategy.one_copy is None:
+        if is_idle(strategy.gradients, _RANKS) or not is_idle(strategy.parameters, _RANKS):
+            found.add("own steps")
+        if Promise.WEIGHS not in strategy.gradients.promises:
+            found.add("counts alike")
+    return found
 
 
 def _needs_of(options: RunOptions) -> set[str]:

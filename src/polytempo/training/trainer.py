@@ -42,6 +42,7 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.preemption import PreemptionWatch
+from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.context import Observer, TakeStep, TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import Evaluation, average_of
@@ -73,7 +74,7 @@ from polytempo.worlds.trace import COMMUNICATION
 _TOKEN_BYTES = 8
 _MUST_AGREE = (
     *("epochs", "steps", "until", "resume", "checkpoint_every", "ema", "noise_scale", "global_batch_size"),
-    *("accumulate", "batch_growth", "clip_norm", "eval_every", "precision"),
+    *("accumulate", "balance", "batch_growth", "clip_norm", "eval_every", "precision"),
 )
 
 
@@ -139,6 +140,7 @@ class Trainer:
             unchecked=unfinite_names(self.model),
             first_steps=len(shard) if options.batch_growth else 0,
             growth=norm_growth(spec, part.replica, shard) or geometric_growth(spec, shard),
+            balance=SpeedBalance(shard, part.replica) if options.balance == "speed" else None,
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:

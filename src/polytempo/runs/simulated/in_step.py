@@ -34,6 +34,8 @@ def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torc
     """
     strategy, options = spec.strategy, spec.options
     linear = strategy.synchronized and Promise.LINEAR in strategy.gradients.promises
+    if options.balance == "speed":
+        return []
     if spec.workers == 1 or spec.job.weight is not None or not linear or not is_idle(strategy.parameters, spec.workers):
         return []
     if strategy.fit is not any_optimizer or not dtypes.issubset(_WIDE):

@@ -44,6 +44,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
 from polytempo.trackers.table import check_libraries
 from polytempo.trackers.tracked import tracked
+from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.context import TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
@@ -289,6 +290,7 @@ def _context(
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
         growth=geometric_growth(spec, shard),
+        balance=SpeedBalance(shard, holding.replica) if spec.options.balance == "speed" else None,
     )
 
 

@@ -25,6 +25,7 @@ def _features(strategy: Strategy, options: RunOptions, *, meta: bool, batched: b
         "batched": batched,
         "noise scale": options.noise_scale is not None and (meta or batched),
         "batch growth": bool(options.batch_growth) and (meta or batched),
+        "balance": options.balance == "speed",
         "accumulation": options.accumulate > 1 and batched,
         "clipping": options.clip_norm is not None and batched,
         "precision": options.precision is not None and (batched or meta),

@@ -25,6 +25,7 @@ class OptionKeywords(TypedDict, total=False):
     batch_size: int | None
     global_batch_size: int | None
     accumulate: int
+    balance: Literal["equal", "speed"]
     clip_norm: float | None
     lr: float | None
     seed: int

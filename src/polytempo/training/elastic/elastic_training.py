@@ -41,6 +41,7 @@ from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
 from polytempo.training.hooks.handle import Handle
+from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.context import TakeStep, TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.evaluate import evaluation_of
 from polytempo.training.job.gradients import StepGradients
@@ -186,10 +187,12 @@ class ElasticTraining:
         handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
         self._handle = handle
+        shard = self._shard(port.rank, port.size)
         self.context = TrainingContext(
             spec=spec,
             holding=Whole(handle.replica),
-            shard=self._shard(port.rank, port.size),
+            shard=shard,
+            balance=SpeedBalance(shard, handle.replica) if spec.options.balance == "speed" else None,
             data=self.data,
             take_step=self._take_step(handle),
             observer=CollectiveObserver(world, self._evaluation),

@@ -53,6 +53,8 @@ class JoinMembership:
             )
         if self._world.shares.weighs:
             refuse({"own loop", "join", "weight"})
+        if self._world.dealing is not None:
+            refuse({"own loop", "join", "balance"})
         self.joining = self._data.size > 1
         try:
             yield

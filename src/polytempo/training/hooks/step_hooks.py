@@ -169,6 +169,8 @@ class StepHooks:
     def _end_step(self) -> None:
         self._world.step = self._replica.step
         self._backward.end_step()
+        if self._world.dealing is not None:
+            self._world.dealing.after_step(self._replica, self._ports)
         self.on_end(self._replica.step)
 
     def shadow_step(self) -> None:

@@ -16,6 +16,7 @@ from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.evaluate import Score
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth
 from polytempo.training.observe.callback_host import CallbackHost
@@ -103,6 +104,8 @@ class TrainingContext:
     """Steps of an epoch before its batches have grown."""
     growth: NormGrowth | GeometricGrowth | None = None
     """Lets batches grow while an epoch goes on, where the options have a rule for it."""
+    balance: SpeedBalance | None = None
+    """Deals global batches by the ranks' speeds, where the options ask for it."""
     host: CallbackHost | None = None
     """Calls the run's callbacks, on rank 0."""
     asks: Callable[[int], Control] = field(default=lambda step: Control())

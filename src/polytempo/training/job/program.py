@@ -122,6 +122,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             break
         if context.replica.pace is not None:
             context.replica.pace.asks_batch()
+        if context.balance is not None:
+            context.balance.begins()
         before = _position(context)[0]
         batch = _next(context, batches, data.rank, step)
         if batch is None:
@@ -141,6 +143,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
                 context.average.update()
         if context.scheduler is not None:
             _next_rate(context, context.scheduler)
+        if context.balance is not None:
+            await context.balance.after_step(ports)
         if context.growth is not None and await context.growth.grows(data, context.shard):
             del batches  # one at a time
             batches = iter(context.shard)
@@ -269,6 +273,7 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
+    grown |= {} if context.balance is None else context.balance.row
     parts = parts_of(context.replica, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row
     context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | held | noise | grown | parts)
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refusal_of
 from polytempo.diagnosis.bound import MEMORY, NETWORK, UsedLink, bound, facts_of
 from polytempo.diagnosis.pace import RankTimes
+from polytempo.spec.run_spec import balance_features
 from polytempo.training.job.context import TrainingContext, TrainingSummary
+
+
+def _by_speed(strategy: Strategy) -> set[str]:
+    return {*strategy.features, *balance_features(strategy, "speed")}
 
 
 def bound_of(
@@ -38,6 +45,7 @@ def bound_of(
         stages=context.spec.strategy.stages,
         slow=pace.told[-1]["who"].replace("-", " ") if pace is not None and pace.told else "",
         virtual=virtual,
+        balances=context.balance is None and not refusal_of(_by_speed(context.spec.strategy)),
     )
     found = None if facts is None else bound(facts)
     return None if found is None else found.as_json()

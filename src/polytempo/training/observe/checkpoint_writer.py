@@ -139,6 +139,8 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
         scalars["schedule"] = schedule_saved(context.scheduler)
     if context.growth is not None:
         scalars["growth"] = context.growth.saved()
+    if context.balance is not None:
+        scalars["balance"] = context.balance.saved()
     if context.replica.masters is not None:
         scalars |= context.replica.masters.saved()
     if context.host is not None:

@@ -137,6 +137,8 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
         schedule_restore(context.scheduler, str(own.scalars["schedule"]))
     if context.growth is not None and "growth" in own.scalars:  # else the run has had no such rule so far
         context.growth.restore(str(own.scalars["growth"]), context.replica.step, context.shard)
+    if context.balance is not None and "balance" in own.scalars:
+        context.balance.restore(str(own.scalars["balance"]))
     if context.host is not None and "callbacks" in own.scalars:
         context.host.restore(str(own.scalars["callbacks"]))
     if context.replica.masters is not None:

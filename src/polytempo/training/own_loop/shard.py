@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.shard import DataShard
 from polytempo.spec.batch_weight import BatchWeight, weight_of
-from polytempo.training.model.ports import ports_of
+from polytempo.training.hooks.speed_balance import SpeedBalance
+from polytempo.training.model.ports import Ports, ports_of
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, current
+
+_BALANCES = ("equal", "speed")
 
 
 class WorldShard:
@@ -27,10 +31,17 @@ class WorldShard:
     """
 
     def __init__(
-        self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...], weigh: BatchWeight | None = None
+        self,
+        world: ProcessWorld,
+        inner: DataShard,
+        ranks: tuple[int, ...],
+        weigh: BatchWeight | None = None,
+        balance: Literal["equal", "speed"] = "equal",
     ) -> None:
         """`ranks`: the ranks with batches of their own. `weigh`: the weight of a batch; None: its samples."""
         self._world, self._ranks, self._weigh = world, ranks, weigh
+        self._by_speed = balance == "speed"
+        self._balance: SpeedBalance | None = None
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
@@ -38,10 +49,14 @@ class WorldShard:
         if source is not None and source.takes(self.inner):
             if self._weigh is not None:
                 refuse({"own loop", "server", "weight"})
+            if self._by_speed:
+                refuse({"server", "balance"}, strategy="the attached strategy")
             yield from source.epoch(self.inner)
             return
         if self._ends():
             return
+        if self._by_speed:
+            self._world.dealing = self
         begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
@@ -51,6 +66,13 @@ class WorldShard:
                     return
         finally:
             self._world.shares.end(begun)
+
+    def after_step(self, replica: Replica, ports: Ports) -> None:
+        """A replica has finished a step. The first one's speeds count where a loop trains several."""
+        if self._balance is None:
+            self._balance = SpeedBalance(self.inner, replica)
+        elif self._balance.replica is replica:
+            self._world.drive(self._balance.after_step(ports))
 
     def _ends(self) -> bool:
         """True if a callback has asked for the end of the training."""
@@ -128,6 +150,7 @@ def shard(
     seed: int = 0,
     shuffle: bool | None = None,
     weight: BatchWeight | None = None,
+    balance: Literal["equal", "speed"] = "equal",
     world: ProcessWorld | None = None,
 ) -> WorldShard:
     """This rank's batches of `source`, an epoch for every iteration.
@@ -143,6 +166,10 @@ def shard(
     them by the number of micro-batches. `.grad` is that mean after the last backward pass. Cost: 8 bytes a rank in each
     step, before its first exchange, and a pass over `.grad` for each further micro-batch.
 
+    `balance="speed"`: the global batch stays, and ranks' parts of it follow their measured speeds, from half to twice
+    the equal part; the gradients' mean stays exact. A loop that takes batches ahead takes equally many on all ranks.
+    `Incompatible` (PT15xx) for streams, and at the first step for strategies without such a mean.
+
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
     for all when the server has every batch. A batch is then read when it is asked for, in this process.
@@ -153,4 +180,8 @@ def shard(
     world = world or current()
     data = ports_of(world.port).data
     inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
-    return WorldShard(world, inner, data.members, weight)
+    if balance not in _BALANCES:
+        raise ValueError(f"balance={balance!r}: must be one of {', '.join(map(repr, _BALANCES))}")
+    if balance == "speed" and inner.num_samples is None:
+        refuse({"balance", "stream"})
+    return WorldShard(world, inner, data.members, weight, balance)

@@ -75,6 +75,8 @@ class Pipeline:
             names = ", ".join((*self.cut.inputs, "target"))
             raise ValueError(f"step takes the model's inputs and the target, ({names}); got {len(batch)} arguments")
         loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1], self._share_of(batch)))
+        if self._world.dealing is not None:
+            self._world.dealing.after_step(self._stage.replica, self.ports)
         return loss
 
     def _share_of(self, batch: Sequence[Any]) -> float | None:

@@ -25,6 +25,13 @@ class LoopWatch(Protocol):
         """True if no further batch of this shard is to be trained on."""
 
 
+class StepListener(Protocol):
+    """Hears of the steps of a loop's own, to deal its batches."""
+
+    def after_step(self, replica: Any, ports: Any, /) -> None:
+        """A replica has finished a step, on all ranks of `ports`."""
+
+
 class Batch(NamedTuple):
     """A batch that was yielded: its share, its tensors as far as they live, and their shapes."""
 

@@ -1,0 +1,316 @@
+"""Batches by speed: parts of any size train as the joined batch, follow the speeds, and come back to equal ones.
+
+speeds of 4 workers    1   1   1   ½          a step of 112 samples takes 32 samples' time, not 56
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from laws.catalogue import ROWS, Row
+from laws.test_batch_weights import BATCH, JOB, PAIRS, STEPS, check, plain, simulated
+from polytempo import strategies as s
+from polytempo.core.calls.refusals import Incompatible
+from polytempo.data.plan import Shares
+from polytempo.training.hooks import speed_balance
+from polytempo.worlds import ProcessWorld
+from process.crew import together
+
+
+def any_shares(parts: Shares, seconds: object) -> Shares:
+    """Parts of at least one sample, drawn from the parts before."""
+    draw, total, size = Random(str(parts)), sum(parts), len(parts)
+    cuts = sorted(draw.sample(range(1, total), size - 1))
+    return tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+@pytest.fixture
+def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other parts in each step."""
+    monkeypatch.setattr(speed_balance, "EVERY", 1)
+    monkeypatch.setattr(speed_balance, "next_shares", any_shares)
+
+
+BY_SAMPLES = replace(
+    PAIRS, weight=None, loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+)
+
+
+def plain_by_samples() -> dict[str, torch.Tensor]:
+    """All places of a text count alike, so each text does."""
+    from laws import test_batch_weights as weights
+
+    torch.manual_seed(0)
+    net, data = JOB.model(), weights.texts()
+    optimizer = JOB.optimizer(net.parameters(), JOB.lr)
+    schedule = weights.halving(optimizer, 3)
+    for step in range(STEPS):
+        order = weights.permutation(len(data), 0, step // 3).tolist()[step % 3 * BATCH : (step % 3 + 1) * BATCH]
+        inputs, target = weights.pairs([data[i] for i in order])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs).flatten(0, 1), target.flatten()).backward()
+        optimizer.step()
+        schedule.step()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+@pytest.mark.usefixtures("uneven")
+@pytest.mark.parametrize(("workers", "accumulate"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.joined], ids=lambda row: str(row.make()))
+def test_strategies_that_average(row: Row, workers: int, accumulate: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"accumulate": accumulate, "balance": "speed"}
+    check(simulated(JOB, row.make(), workers, tmp_path / "tokens", **given), plain())
+    check(simulated(BY_SAMPLES, row.make(), workers, tmp_path / "samples", **given), plain_by_samples())
+
+
+@pytest.mark.usefixtures("uneven")
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options"),
+    [
+        ("shared_memory()", 3, {}),
+        ("gpipe(2, 1)", 4, {}),
+        ("one_f_one_b(2, 2)", 4, {}),
+        ("zero_bubble(2, 2)", 4, {}),
+        (s.split({"2": "row"}, parts=2), 4, {}),
+        ('hybrid("2")', 3, {}),
+        ("sync_sgd()", 3, {"batch_growth": {1: 2}}),
+        ("sync_sgd()", 2, {"noise_scale": 1}),
+    ],
+    ids=str,
+)
+def test_other_layouts(strategy: Any, workers: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Replicas of pipelines and of split layers, hybrids, one copy; batches that grow train as without balance."""
+    found = simulated(BY_SAMPLES, strategy, workers, tmp_path / "speed", balance="speed", **options)
+    check(found, simulated(BY_SAMPLES, strategy, workers, tmp_path / "equal", **options))
+    if not options:
+        check(found, plain_by_samples())
+
+
+REFUSED = {"server": "PT1539", "slices": "PT1540", "racing": "PT1541"}
+OWN_STEPS = (
+    *("parameter_averaging", "local_sgd", "post_local_sgd", "diloco", "gossip", "stochastic_gradient_push"),
+    *("slowmo", "adasum"),
+)
+
+
+def refusal(row: Row) -> str | None:
+    """The code, or the codes, of a strategy without an exact mean of uneven parts."""
+    strategy = row.make()
+    code = next((code for name, code in REFUSED.items() if name in strategy.features), None)
+    if code is not None or row.name in OWN_STEPS:
+        return code or ("PT154[23]" if row.name == "adasum" else "PT1542")
+    return "PT1543" if row.name == "robust_sgd" or "feedback=False" in str(strategy) else None
+
+
+@pytest.mark.usefixtures("uneven")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.make()))
+def test_every_strategy_deals_by_speed_or_says_why_not(row: Row) -> None:
+    given: dict[str, Any] = {"global_batch_size": BATCH, "steps": 2, "threads": 1, "balance": "speed"}
+    if (code := refusal(row)) is None:
+        assert pt.simulate(BY_SAMPLES, row.make(), max(4, 2 * row.make().holders), **given).steps == 2
+        return
+    assert not row.joined
+    given |= {"global_batch_size": None, "batch_size": 3} if code == "PT1539" else {}
+    with pytest.raises(Incompatible, match=code):
+        pt.simulate(BY_SAMPLES, row.make(), 4, **given)
+
+
+# ------------------------------------------------------------------ speeds
+
+
+def features(samples: int = 448, batch: int = 28) -> pt.Job:
+    x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return pt.Job(
+        model=lambda: nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1)).double(),
+        data=lambda folder: pt.Data(TensorDataset(x, x.sum(1, keepdim=True)), None),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        batch_size=batch,
+        lr=0.01,
+    )
+
+
+class Slow:
+    """Host 3 computes at half the speed, in its first `steps` steps."""
+
+    def __init__(self, steps: float = float("inf")) -> None:
+        self.left = steps
+
+    def __call__(self, random: Random, host: int) -> float:
+        if host != 3:
+            return 1.0
+        self.left -= 1
+        return 2.0 if self.left >= 0 else 1.0
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
+    """The parts at each look of each rank."""
+    found: list[Shares] = []
+
+    def watched(parts: Shares, seconds: Any) -> Shares:
+        found.append(speed_shares(parts, seconds))
+        return found[-1]
+
+    speed_shares = speed_balance.next_shares
+    monkeypatch.setattr(speed_balance, "next_shares", watched)
+    return found
+
+
+def seconds(steps: int, slow: bool, **options: Any) -> float:
+    stragglers = Slow() if slow else pt.cluster.constant()
+    cluster = pt.cluster.ethernet(gbit_per_s=1e6, gflops=0.1, stragglers=stragglers)
+    return pt.simulate(features(), s.sync_sgd(), 4, cluster=cluster, steps=steps, threads=1, **options).seconds
+
+
+def test_a_step_takes_the_work_over_the_sum_of_speeds(told: list[Shares]) -> None:
+    """112 samples, and speeds 1, 1, 1, ½: 32 samples' time a step from the third window on."""
+
+    def a_step(**options: Any) -> float:
+        return (seconds(40, **options) - seconds(24, **options)) / 16
+
+    even, slow, balanced = a_step(slow=False), a_step(slow=True), a_step(slow=True, balance="speed")
+    assert told[-1] == (32, 32, 32, 16)
+    assert slow == pytest.approx(2 * even, rel=0.05)
+    work_over_speeds = even * 4 / 3.5
+    assert work_over_speeds * 0.95 < balanced <= 1.05 * work_over_speeds
+
+
+def test_a_rank_that_is_fast_again_has_an_equal_part_again(told: list[Shares]) -> None:
+    cluster = pt.cluster.ethernet(stragglers=Slow(steps=24))
+    pt.simulate(features(), s.sync_sgd(), 4, cluster=cluster, steps=48, threads=1, balance="speed")
+    assert told[::4] == [(31, 30, 30, 21), *[(32, 32, 32, 16)] * 2, (30, 30, 29, 23), *[(28, 28, 28, 28)] * 2]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_equal_speeds_keep_all_bits(workers: int) -> None:
+    options: dict[str, Any] = {"steps": 40, "threads": 1}
+    equal, by_speed = (
+        pt.simulate(features(), s.sync_sgd(), workers, balance=balance, **options) for balance in ("equal", "speed")
+    )
+    assert by_speed.parameters_sha256 == equal.parameters_sha256
+    looks = 5 if workers > 1 else 0
+    assert 0 <= by_speed.bytes_sent_per_rank - equal.bytes_sent_per_rank <= 24 * looks * (workers - 1)
+
+
+def test_refusals() -> None:
+    asked: list[tuple[dict[str, Any], str]] = [({"batched": True}, "PT1544"), ({"meta": True}, "PT1545")]
+    for options, code in asked:
+        with pytest.raises(Incompatible, match=code):
+            pt.simulate(features(), s.sync_sgd(), 4, steps=1, balance="speed", **options)
+    with pytest.raises(ValueError, match="must be one of 'equal', 'speed'"):
+        pt.simulate(features(), s.sync_sgd(), 4, steps=1, balance="size")  # type: ignore[arg-type]  # the test is about it
+
+
+# ------------------------------------------------------------------ real processes, with injected paces
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 takes 2.5 times as long for a sample."""
+
+    def so_far(balance: Any) -> tuple[float, int]:
+        shard = balance._shard
+        return (1.0, 2.5)[shard.rank % 2] * shard.taken, shard.taken
+
+    monkeypatch.setattr(speed_balance.SpeedBalance, "_so_far", so_far)
+    monkeypatch.setattr(speed_balance, "EVERY", 4)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("paces")
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options"),
+    [
+        ("sync_sgd()", 2, {}),
+        ("sync_sgd()", 2, {"min_workers": 1}),
+        ("one_f_one_b(2, 2)", 4, {}),
+        ("shared_memory()", 2, {"accumulate": 2}),
+    ],
+)
+def test_a_job_broken_off_between_two_looks(
+    strategy: str, workers: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same bits as undisturbed, and plain torch's model."""
+    given: dict[str, Any] = {"global_batch_size": 24, "threads": 1, "balance": "speed", **options}
+    whole = pt.run(features(), strategy, workers, steps=20, out=tmp_path / "whole", **given)
+    out = tmp_path / "parts"
+    pt.run(features(), strategy, workers, steps=10, out=out, **given)
+    found = pt.run(features(), strategy, workers, steps=20, out=out, resume=True, **given)
+    assert found.parameters_sha256 == whole.parameters_sha256
+    one: dict[str, Any] = {"global_batch_size": 24, "threads": 1, "out": tmp_path / "one", "checkpoint_every": 20}
+    equal = pt.simulate(features(), "sync_sgd()", 1, steps=20, **one)
+    assert equal.samples == found.samples
+    check(pt.training.checkpoint_model(out), pt.training.checkpoint_model(tmp_path / "one"))
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    parts = [(row["smallest_part"], row["largest_part"]) for row in rows if row["kind"] == "train"]
+    assert parts[-1] == (7, 17)  # 24 samples in the proportion 1 : 2.5
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("paces")
+def test_a_loop_of_a_user() -> None:
+    """Two ranks see each sample once an epoch, in parts by their speed, and have the model of one rank."""
+    data = TensorDataset(torch.arange(96).double().unsqueeze(1) / 96)
+
+    def trained(world: ProcessWorld, balance: Any) -> tuple[list[list[float]], list[float]]:
+        torch.manual_seed(0)
+        net = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        handle = pt.attach(net, optimizer, s.sync_sgd())
+        shard, seen = pt.shard(data, batch_size=24 // world.size, balance=balance), []
+        for _ in range(3):
+            for (x,) in shard:
+                seen.append(x.flatten().tolist())
+                optimizer.zero_grad()
+                (net(x) - 3 * x).square().mean().backward()
+                optimizer.step()
+        handle.detach()
+        return seen, [p.item() for p in net.parameters()]
+
+    found = together(2, lambda world: trained(world, "speed"), timeout_s=100)
+    one = together(1, lambda world: trained(world, "equal"), timeout_s=100)[0]
+    sizes = [[len(batch) for batch in seen] for seen, _ in found]
+    assert sizes == [[12] * 5 + [15] * 4 + [17] * 3, [12] * 5 + [9] * 4 + [7] * 3]  # the first step is not measured
+    for step, batch in enumerate(one[0]):
+        assert [*found[0][0][step], *found[1][0][step]] == batch
+    assert found[0][1] == found[1][1] == pytest.approx(one[1], rel=1e-12)
+
+
+@pytest.mark.process
+def test_refusals_in_loops() -> None:
+    def work(world: ProcessWorld) -> list[str]:
+        said = []
+
+        def refused(act: Any) -> None:
+            with pytest.raises(Incompatible) as error:
+                act()
+            said.append(error.value.code)
+
+        class Stream(torch.utils.data.IterableDataset[int]):
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(9))
+
+        refused(lambda: pt.shard(Stream(), batch_size=2, balance="speed"))
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        handle = pt.attach(net, optimizer, s.local_sgd(period=2))
+        for (x,) in pt.shard(TensorDataset(torch.ones(8, 1)), batch_size=2, balance="speed"):
+            net(x).sum().backward()
+            refused(optimizer.step)
+            break
+        refused(lambda: handle.join().__enter__())
+        return said
+
+    assert together(2, work, timeout_s=100) == [["PT1546", "PT1542", "PT1547"]] * 2
