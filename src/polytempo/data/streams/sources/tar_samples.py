@@ -183,7 +183,7 @@ def webdataset(urls: Urls, *, as_tuple: Sequence[str] | None = None, decode: Dec
 
     Cost: the first time, the headers of each file are read, and contents are passed over where the file can seek; the
     cache folder (`$POLYTEMPO_CACHE`) keeps the places of samples, one every 64 KiB, for files above 1 MiB. A
-    range of a shard then reads its own bytes and at most 64 KiB more. A compressed archive (.tar.gz, .tar.zst) is read
+    range of a shard then reads its own bytes and at most 64 KiB more. A compressed archive (.tar.gz) is read
     from its beginning.
 
     Errors: `Incompatible`, a ValueError with a code: PT2602 (unreadable), PT2603 (changed since), PT2604 (broken off,
