@@ -33,13 +33,13 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_re
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
-	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
+	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint tutorial \
 	split split_stage_runs split_stages stream_data sudden_death url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts completion examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training parted_jobs \
 	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages split_choice) \
-	tests/laws/test_loops_of_two.py \
+	$(patsubst %,tests/laws/test_%.py,loops_of_two plateau) \
 	$(patsubst %,tests/unit/test_%.py,batch_growth calibration cli_sharpness readme tune_batch weight_average)
 
 # `make test` leaves these out. How many cases it looks at of all others is said in tests/some_cases.py.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.precision import Precision
+from polytempo.spec.rates.schedules import NamedSchedule
 from polytempo.spec.text.profiled_steps import ProfiledSteps
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "trackers", *STREAM},
     "interop": {*BELOW_TRAINING, "training"},
-    "jobs": {"spec.job", "data"},
+    "jobs": {"spec.job", "spec.rates.schedules", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
     "runs": {
         *BELOW_TRAINING,
@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "planner": {*BELOW_TRAINING, "training", "report.pictures.loss_landscape", "runs"},
+    "sweeps": {*BELOW_TRAINING, "report", "jobs", "engines", "runs"},
     "bench": {
         "core",
         "native",
@@ -90,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "replay",
         "jobs",
         "planner",
+        "sweeps",
         "bench",
     },
 }
@@ -112,6 +114,7 @@ TORCH = "torch takes seconds to load, and `--help` must not"
 IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.run.train"): TORCH,
     ("cli/main.py", "polytempo.cli.run.compare"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.sweep"): TORCH,
     ("cli/main.py", "polytempo.cli.run.simulate"): TORCH,
     ("cli/main.py", "polytempo.cli.run.submit"): TORCH,
     ("cli/main.py", "polytempo.cli.run.replay"): TORCH,

@@ -42,6 +42,7 @@ from polytempo.spec.result import Result as Result
 from polytempo.spec.run_options import RunOptions as RunOptions
 from polytempo.spec.text.catalogue import parse_strategy as parse_strategy
 from polytempo.spec.then import then as then
+from polytempo.sweeps.sweep import sweep as sweep
 from polytempo.training.observe.loop_score import score as score
 from polytempo.training.observe.user_log import log as log
 from polytempo.training.own_loop.shard import shard as shard

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
@@ -157,10 +156,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "schedule takes one argument": (
         {"schedule": lambda optimizer: None},
         r"schedule is called as schedule\(optimizer, steps_per_epoch\), and the function .* takes \(optimizer\)",
-    ),
-    "schedule waits for a score": (
-        {"schedule": lambda optimizer, steps: ReduceLROnPlateau(optimizer)},
-        r"returned a ReduceLROnPlateau .*; expected a schedule of steps, for ReduceLROnPlateau waits for a score",
     ),
     "correct is a number": (
         {"correct": lambda output, target: 0.9},

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import polytempo
 from polytempo.cli.bench.bench_commands import bench, tune
@@ -30,9 +29,11 @@ from polytempo.cli.options.request import (
     compare_request,
     simulate_request,
     submit_request,
+    sweep_request,
     train_request,
 )
 from polytempo.cli.options.shown_page import live_page
+from polytempo.cli.options.story import Story
 from polytempo.cli.options.values import is_folder
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
@@ -41,27 +42,6 @@ from polytempo.cli.run.init_options import InitOptions
 from polytempo.cli.run.schedule_options import ScheduleOptions
 from polytempo.cli.run.trained_options import EvaluateOptions, ExportOptions, PredictOptions
 from polytempo.engines.processes.fork import collected_children, reserve_standard_files
-
-STORY = {
-    "Run": ("init", "train", "compare", "schedule", "submit", "horovodrun"),
-    "Look": ("ui", "top", "runs", "report", "strategies", "explain", "look", "sharpness", "replay"),
-    "Use a trained model": ("evaluate", "predict", "export", "compress"),
-    "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
-    "Tune and test": ("tune", "doctor", "bench", "chaos"),
-}
-"""The commands as `--help` shows them: train, look, simulate, plan."""
-
-
-class Story(TyperGroup):
-    """A group with its commands under the headings of `STORY`."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A section for each heading, with a line for each command."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        for heading, names in STORY.items():
-            with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
-
 
 app = typer.Typer(
     name="polytempo",
@@ -131,6 +111,16 @@ def compare(request: RunRequest) -> None:
         command(request)
 
 
+@app.command(cls=SectionedCommand)
+@takes_run_options("train sweep", sweep_request)
+def sweep(request: RunRequest) -> None:
+    """Train JOB with many settings, and report which are best: sweep JOB --over lr=1e-4..1e-1:log."""
+    with live_page(request, several=True):
+        from polytempo.cli.run.sweep import sweep as command  # imports torch, which takes seconds
+
+        command(request)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def submit(
     context: typer.Context,
@@ -154,7 +144,7 @@ def submit(
         if command[0] != "train":
             raise ValueError(f"submit takes a train command, got {command[0]!r}: polytempo submit train JOB …")
     assert context.parent is not None
-    assert isinstance(context.parent.command, TyperGroup)
+    assert isinstance(context.parent.command, Story)
     given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
     with exit_code():
         request = submit_request(given, given.pop("config"))

@@ -22,7 +22,6 @@ the file is run.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -32,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from polytempo.spec.rates.schedules import scheduled
+
 if TYPE_CHECKING:
     from polytempo.spec.job import Data, Job
 
@@ -40,7 +41,7 @@ HOMES = {
     "data": "polytempo.data",
     "loss": "torch.nn.functional",
     "optimizer": "torch.optim",
-    "schedule": "torch.optim.lr_scheduler",
+    "schedule": "polytempo.spec.rates.schedules",
     "correct": "polytempo.spec.job",
 }
 """The module of plain names, for each part of a job."""
@@ -48,7 +49,6 @@ NEEDED = ("model", "data", "loss", "optimizer")
 NUMBERS = {"name": str, "lr": float, "batch_size": int, "epochs": float}
 RUN = "run"
 MAX_BYTES = 1 << 20
-_EPOCHS = re.compile(r"\s*([0-9.]+)\s*epochs?\s*")
 
 
 def is_job_file(text: str) -> bool:
@@ -183,11 +183,10 @@ class _Parts:
         """A function of the optimizer and the steps of an epoch; "3 epochs" among its arguments becomes steps."""
         name, arguments = self._call("schedule", given) if isinstance(given, dict) else (given, {})
         make = self._callable("schedule", name)
-        takes_optimizer = isinstance(make, type)
 
         def schedule(optimizer: Any, steps_per_epoch: int) -> Any:
-            kept = {key: self.value(_in_steps(value, steps_per_epoch)) for key, value in arguments.items()}
-            return make(optimizer, **kept) if takes_optimizer else make(optimizer, steps_per_epoch, **kept)
+            kept = {key: self.value(value) for key, value in arguments.items()}
+            return scheduled(make, kept, optimizer, steps_per_epoch, f"{self._path}: schedule")
 
         return schedule
 
@@ -236,10 +235,3 @@ def _with_rate(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(parameters, lr=lr)
 
     return optimizer
-
-
-def _in_steps(value: object, steps_per_epoch: int) -> object:
-    if isinstance(value, list):
-        return [_in_steps(each, steps_per_epoch) for each in value]
-    found = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
-    return value if found is None else max(1, round(float(found[1]) * steps_per_epoch))

@@ -60,6 +60,9 @@ _PRECISE = 12
 _PRECISE_ROUNDS = 4
 
 
+Tell = Callable[[SamplesTrial], object]
+
+
 def plan_run(
     job: Job,
     space: SearchSpace,
@@ -72,19 +75,20 @@ def plan_run(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
     device: str = "auto",
+    tell: Tell = lambda trial: None,
 ) -> RunPlan:
     """The plan for `job` to reach `until`, such as `{"accuracy": 0.97}`, on `cluster`, among the runs of `space`.
 
     A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
     search, and the plan has the findings so far; without any it is raised again. `spread`: the spread of the cluster's
     measurements (`cluster.cluster_file.read_spread`). `device`: the place of the trials' gradients; a trial that does
-    not fit into its memory has not reached the target.
+    not fit into its memory has not reached the target. `tell` hears of each trial.
 
     Errors: ValueError for a target without a score of the job, an unknown strategy, and if no run is left.
     """
     began_s = time.perf_counter()
     uncertain = uncertainty_of(cluster, spread or {})
-    search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertain, device=device)
+    search = _Search(job, space, until, cluster, data, seed, say, tell, uncertain=uncertain, device=device)
     interrupted = _search_ends_early(search)
     forecasts = search.forecasts()
     order = ranked(forecasts, limits)
@@ -143,13 +147,14 @@ class _Search:
         data: Path | None,
         seed: int,
         say: Callable[[str], None],
+        tell: Tell,
         *,
         uncertain: Uncertainty,
         device: str,
     ) -> None:
         self.pricer = Pricer(job, data, cluster)
         self._tried_by = Trials(self.pricer.job, None, cluster, until, seed, device)
-        self._seed, self._say, self._uncertain = seed, say, uncertain
+        self._seed, self._say, self._tell, self._uncertain = seed, say, tell, uncertain
         self._runs, self.left_out = space.runs()
         self.prices: dict[PlannedRun, RunPrice] = {}
         self._hosts = {run: self.pricer.hosts(run) for run in self._runs}
@@ -290,6 +295,7 @@ class _Search:
         self._say(f"trial {1 + sum(map(len, self.trials.values()))}: {run.family}")
         trial = self._tried_by.run(run.family, workers, batch_size, number, self._most(run.family))
         self.trials[run.family].append(trial)
+        self._tell(trial)
         return trial.reached
 
     def _most(self, family: str) -> float:

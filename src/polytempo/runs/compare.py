@@ -113,7 +113,8 @@ class _Comparison:
 
     def ended(self) -> Results:
         """All results, in order. Raises the errors of failed strategies."""
-        results = Results(result for _, result in sorted(self._results.items()))
+        made = [(self._specs[number], result) for number, result in sorted(self._results.items())]
+        results = Results(result.made_by(spec.job, spec.options.out) for spec, result in made)
         if self._failures and not results:
             raise next(iter(self._failures.values()))
         if self._failures:

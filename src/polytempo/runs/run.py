@@ -95,7 +95,7 @@ def run(
     setup = prepare(in_order([spec]), setup)
     result = performed(spec, setup, shown_progress(progress), available)
     bring_states(spec.options, result)
-    return result
+    return result.made_by(job, spec.options.out)
 
 
 def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from polytempo.spec.rates.schedules import NamedSchedule
 
 _CALLED = {
     "model": "model()",
@@ -38,6 +41,8 @@ class Data(NamedTuple):
     train: Dataset[Any]
     test: Dataset[Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    more: Mapping[str, Dataset[Any]] = MappingProxyType({})
+    """Further test sets by name, such as {"noisy": noisy}: each score has their `noisy/loss` and `noisy/accuracy`."""
 
     def training(self) -> Dataset[Any] | DataLoader[Any]:
         """The training data as `Shard` and `Batches` take them: with the function that makes batches."""
@@ -115,8 +120,10 @@ class Job:
     """`predictions(output, target)`: the pair (predictions, targets) that `metrics` see, such as
     `lambda output, target: (output.argmax(-1), target)`. None: output and target. Or `of_batch(predictions)`, which is
     called as `predictions(model, batch)`."""
-    schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+    schedule: Callable[[Optimizer, int], LRScheduler] | str | None = None
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
+
+    Or its text, as `RunOptions.schedule` takes it. A ReduceLROnPlateau is stepped by scores (see `plateau`).
 
     With a parameter server each batch has the rate of its place in the run, whichever worker takes it, and whenever."""
     weight: Callable[[Any], Any] | None = None
@@ -131,6 +138,8 @@ class Job:
 
     def __post_init__(self) -> None:
         """Refuse other objects than functions where one is called, and numbers that no run could use."""
+        if isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", NamedSchedule(self.schedule))
         for name, makes in _CALLED.items():
             part = getattr(self, name)
             if isinstance(part, nn.Module) and name == "model":

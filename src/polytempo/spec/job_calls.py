@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polytempo.core.errors import JobFailed, PolytempoError
 from polytempo.spec.job import Data, Job
+from polytempo.spec.rates.plateau import Plateau
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
@@ -67,10 +68,24 @@ def data_of(job: Job, path: Path | None) -> Data:
         if not (hasattr(given, "__getitem__") or hasattr(given, "__iter__") or (given is None and name == "test")):
             expected = f"a torch Dataset or DataLoader as {name}"
             raise wrong(job, "data(path)", f"pt.Data whose {name} is {described(given)}", expected, job.data)
+    _check_more(job, data)
     if data.collate is not None and not callable(data.collate):
         returned = f"pt.Data whose collate is {described(data.collate)}"
         raise wrong(job, "data(path)", returned, "a function of a list of samples, or None", job.data)
     return data
+
+
+def _check_more(job: Job, data: Data) -> None:
+    """ValueError for further test sets without a name of their own, without samples, and without a first test set."""
+    if not isinstance(data.more, Mapping) or (data.more and data.test is None):
+        returned = f"pt.Data with more={described(data.more)} and test={described(data.test)}"
+        raise wrong(job, "data(path)", returned, "a dict of names and test sets, beside a test set", job.data)
+    for name, given in data.more.items():
+        if not isinstance(name, str) or not name or "/" in name or name in job.metrics:
+            raise wrong(job, "data(path)", f"pt.Data with more[{name!r}]", "another name, without /", job.data)
+        if not hasattr(given, "__len__") or len(given) == 0:
+            returned = f"pt.Data with more[{name!r}] = {described(given)}"
+            raise wrong(job, "data(path)", returned, "a torch Dataset with samples", job.data)
 
 
 def optimizer_of(job: Job, model: nn.Module, lr: float | None = None) -> Optimizer:
@@ -99,17 +114,16 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def schedule_of(job: Job, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler | None:
-    """The job's schedule, where it has one. ValueError where the function returns something else."""
+    """The job's schedule, where it has one; a ReduceLROnPlateau as a `Plateau`. ValueError where the function
+    returns something else."""
     if job.schedule is None:
         return None
+    assert not isinstance(job.schedule, str)  # it is a `NamedSchedule` then
     form = "schedule(optimizer, steps_per_epoch)"
     schedule = called(job, form, job.schedule, optimizer, steps_per_epoch)
     if not isinstance(schedule, LRScheduler):
         raise wrong(job, form, schedule, "a torch.optim.lr_scheduler.LRScheduler", job.schedule)
-    if isinstance(schedule, ReduceLROnPlateau):
-        expected = "a schedule of steps, for ReduceLROnPlateau waits for a score after each epoch"
-        raise wrong(job, form, schedule, expected, job.schedule)
-    return schedule
+    return Plateau.of(schedule) if isinstance(schedule, ReduceLROnPlateau) else schedule
 
 
 def made_schedule(job: Job) -> Callable[[Optimizer, int], LRScheduler] | None:

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -92,6 +93,45 @@ class Result:
     None for an elastic run, and where nothing was measured."""
     diagnoses: list[dict[str, Any]] | None = None
     """Ranks, or workers, that were found slow: `who`, `rank`, `text`, `values`. None where ranks were not compared."""
+
+    _made_by: ClassVar[tuple[Any, Place | None] | None] = None
+    """The job and the folder of a run of this process."""
+
+    def made_by(self, job: object, out: Place | None) -> Result:
+        """This result, which knows its job and its folder."""
+        object.__setattr__(self, "_made_by", (job, out))
+        return self
+
+    def model(self) -> Any:
+        """The trained model: the job's own module, in evaluation mode, on the CPU.
+
+            model = pt.run(job, "local_sgd(period=8)", workers=2, out="runs/first").model()
+
+        It is read from the run's newest checkpoint, by every strategy; where replicas differ it is their mean.
+        `pt.training.trained_model(job, folder).model` reads the same from a folder.
+
+        Errors: ValueError for a run without a folder or a checkpoint, and for a result that was read from a file.
+        """
+        job, out = self._source("model")
+        found: Any = import_module("polytempo.training.observe.trained_model").trained_model(job, out)
+        return found.model
+
+    @property
+    def history(self) -> Any:
+        """The run's rows of training and tests (see `pt.training.history`). ValueError for a run without a folder."""
+        found: Any = import_module("polytempo.report.status.history")
+        return found.history(self._source("history")[1])
+
+    def _source(self, asked: str) -> tuple[Any, Place]:
+        if self._made_by is None:
+            raise ValueError(
+                f"this result does not know its run; use pt.training.trained_model(job, folder) or "
+                f"pt.training.history(folder) in place of {asked}"
+            )
+        job, out = self._made_by
+        if out is None:
+            raise ValueError(f"this run has left no folder for its {asked}; give out='runs/first' as well")
+        return job, out
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""

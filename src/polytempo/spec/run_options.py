@@ -19,6 +19,7 @@ from polytempo.spec.batch_growth import BatchGrowth, NormTest, growth_of
 from polytempo.spec.callbacks.early_stop import is_better_small
 from polytempo.spec.callbacks.reading import Callbacks, callbacks_like, callbacks_of
 from polytempo.spec.precision import Precision, precision_of
+from polytempo.spec.rates.schedules import NamedSchedule, schedule_of_text, schedules_like
 from polytempo.spec.table.option import (
     ONE_STRATEGY,
     PROCESSES,
@@ -168,6 +169,15 @@ class RunOptions:
     """
     lr: Annotated[Positive | None, Option(TRAINING, "R")] = None
     """Learning rate. Default: the job's."""
+    schedule: Annotated[
+        NamedSchedule | None, Option(TRAINING, "CALL", read=schedule_of_text, complete=schedules_like)
+    ] = None
+    """Change the learning rate by plateau(patience=3), CosineAnnealingLR(T_max='10 epochs'), my_module:warm_up, ….
+    Default: the job's schedule.
+
+    Text: `plateau`, a class of torch.optim.lr_scheduler, or a function of one's own, with arguments by name; epochs in
+    quotes become steps.
+    """
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), Option(TRAINING, "S")] = 0
     """Seed of initial weights, sample order and random numbers. Default: 0."""
     allow_nan: Annotated[bool, Option(TRAINING)] = False
@@ -362,10 +372,14 @@ def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOp
 
 
 def parse_until(text: str) -> dict[str, float]:
-    """The targets: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` for other texts."""
+    """The targets: `"accuracy=0.97"`, `"loss<=0.1"`, or both with a comma between. `ValueError` for other texts."""
     found: dict[str, float] = {}
     for part in text.split(","):
         measure, equals, written = (piece.strip() for piece in part.partition("="))
+        if measure.endswith((">", "<")):
+            sign, measure = measure[-1], measure[:-1].strip()
+            if is_better_small(measure, "auto") != (sign == "<"):
+                raise ValueError(f"a goal of {measure} is written {measure}{'<>'[sign == '<']}=…")
         try:
             goal = float(written)
         except ValueError:

@@ -57,7 +57,7 @@ class RunSpec:
     @classmethod
     def of(cls, job: Job, strategy: Strategy, workers: int, options: RunOptions) -> RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
-        check_job(job)
+        job = _scheduled(check_job(job), options)
         _check_features(job, strategy, workers, options)
         if strategy.rounds is not None:  # an item of the data is a client
             options = replace(options, batch_size=None, global_batch_size=strategy.slices)
@@ -158,11 +158,12 @@ class RunSpec:
             told = msgspec.json.decode(text, type=_SpecText)
         except msgspec.DecodeError as error:
             raise ValueError(f"this is not a {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
+        options = RunOptions(**told.options)
         return cls(
-            job=_found(told.job, find_job),
+            job=_found(told.job, find_job, options),
             strategy=replace(parse_strategy(told.strategy), before=None),  # the launcher has seen to that
             workers=told.workers,
-            options=RunOptions(**told.options),
+            options=options,
             lr=told.lr,
             batch_size=told.batch_size,
             epochs=told.epochs,
@@ -275,9 +276,14 @@ def _features_of(precision: Precision | None) -> frozenset[str]:
     return frozenset({"precision", *scaled, *({"dynamic loss scale"} if precision.is_dynamic else set())})
 
 
-def _found(told: _JobText, find_job: Callable[[str], Job]) -> Job:
+def _scheduled(job: Job, options: RunOptions) -> Job:
+    """The job with the schedule of the options, if they have one."""
+    return job if options.schedule is None else replace(job, schedule=options.schedule)
+
+
+def _found(told: _JobText, find_job: Callable[[str], Job], options: RunOptions) -> Job:
     """The job that is named, with its numbers."""
-    found = find_job(told.origin)
+    found = _scheduled(find_job(told.origin), options)
     own = functions_of(found)
     for name in [*own, *(told.functions.keys() - own.keys())]:
         here, there = own.get(name, "none"), told.functions.get(name, "none")

@@ -178,7 +178,7 @@ class Hub:
 
     def _makers(self, view: PageView) -> list[tuple[str, Callable[[], Any]]]:
         if view.kind == "runs":
-            return [("runs", self.rows), ("plans", lambda: self._list.plans)]
+            return [("runs", self.rows), ("plans", lambda: self._list.plans), ("sweeps", lambda: self._list.sweeps)]
         if view.kind == "log":
             return [("log", lambda: log_lines(self.folder(view.runs[0]), view.log, view.search))]
         if view.kind == "compare":

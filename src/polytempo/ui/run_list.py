@@ -16,6 +16,8 @@ from polytempo.core.system.files import RESULT, STATUS
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.runs import has_result, load_result
 from polytempo.report.saved_plan import SUFFIX, read_plan
+from polytempo.report.saved_trials import SUFFIX as TRIALS
+from polytempo.report.saved_trials import SavedTrials, read_trials
 from polytempo.report.status.live_status import launcher_lives
 from polytempo.report.status.rows import last_rows
 from polytempo.report.status.stream import FILES as GROWING
@@ -65,7 +67,15 @@ class RunList:
     @property
     def plans(self) -> list[dict[str, Any]]:
         """The plans of `polytempo plan` among the runs, at the last look; the newest first, at most 50."""
-        found = [plan for _, plan in self._plans.values() if plan is not None]
+        return self._saved(SUFFIX)
+
+    @property
+    def sweeps(self) -> list[dict[str, Any]]:
+        """The sweeps and tunings among the runs, with their trials so far, as `plans` are."""
+        return self._saved(TRIALS)
+
+    def _saved(self, suffix: str) -> list[dict[str, Any]]:
+        found = [plan for name, (_, plan) in self._plans.items() if plan is not None and name.endswith(suffix)]
         return sorted(found, key=lambda plan: -plan["changed_s"])
 
     def _plan(self, name: str, path: Path) -> tuple[object, dict[str, Any] | None]:
@@ -73,7 +83,10 @@ class RunList:
         if known is not None and known[0] == version:
             return known
         try:
-            plain = msgspec.to_builtins(read_plan(path))
+            found = read_plan(path) if name.endswith(SUFFIX) else read_trials(path)
+            plain = msgspec.to_builtins(found)
+            if isinstance(found, SavedTrials):
+                plain["best"] = None if found.best is None else found.best.number
         except (ValueError, OSError):
             return version, None
         return version, {**plain, "id": name, "changed_s": _changed_s(version) or 0.0}
@@ -181,7 +194,9 @@ def _runs(root: Place, plans: dict[str, Path]) -> Iterator[tuple[str, Place]]:
         if not names.isdisjoint(FILES):
             yield name, folder
         if isinstance(folder, Path):
-            saved = sorted(each for each in names if each.endswith(SUFFIX))[: max(0, _MOST_PLANS - len(plans))]
+            saved = sorted(each for each in names if each.endswith((SUFFIX, TRIALS)))[
+                : max(0, _MOST_PLANS - len(plans))
+            ]
             plans.update({each if name == "." else f"{name}/{each}": folder / each for each in saved})
         if depth < _MOST_DEPTH:
             inner = (each for each in below if each not in _NOT_RUNS and not each.startswith("."))

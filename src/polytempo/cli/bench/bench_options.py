@@ -157,6 +157,8 @@ class TuneBatchOptions:
     device: Device = "auto"
     seed: Seed = 0
     data: Data = None
+    out: Annotated[Path | None, Option(OPTIONS, "DIR")] = None
+    """Keep the rates that are tried in this folder, as they come: the live page shows them."""
     json: Json = False
 
 

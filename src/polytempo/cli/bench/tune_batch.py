@@ -9,12 +9,13 @@ from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.data.shard import DataShard
 from polytempo.large_batch import speed_up
+from polytempo.report.saved_trials import SUFFIX, SavedTrials, TrialsFile
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.strategies import sync_sgd
 from polytempo.training.job.context import check_length
 from polytempo.training.model.run_device import run_device
-from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
+from polytempo.training.tuning.batch_advice import BatchAdvice, TriedRate, advise_batch
 
 
 def tune_batch(asked: TuneBatchOptions) -> None:
@@ -24,9 +25,17 @@ def tune_batch(asked: TuneBatchOptions) -> None:
         held = data_of(job, asked.data)
         device = run_device(RunOptions(device=asked.device), sync_sgd(), local=0)
         workers, extra, budget, seed = asked.workers, asked.extra, asked.budget, asked.seed
-        found = advise_batch(job, held, workers=workers, extra=extra, budget=budget, seed=seed, device=device)
+        trials = _trials(asked, job.name)
+
+        def tell(rate: TriedRate, batch: int) -> None:
+            trials.ended({"lr": rate.lr, "global_batch_size": batch}, rate.loss)
+
+        found = advise_batch(
+            job, held, workers=workers, extra=extra, budget=budget, seed=seed, device=device, tell=tell
+        )
         epochs = found.samples / check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
     command = _command(asked, found)
+    trials.keep(trials.saved.trials[-1], command)
     if asked.json:
         show_json(_plain(found) | {"job": job.name, "epochs": epochs, "command": command})
         return
@@ -39,6 +48,16 @@ def tune_batch(asked: TuneBatchOptions) -> None:
     print("\nUnsure:")
     for sentence in found.unsure:
         print(f"- {sentence}")
+
+
+def _trials(asked: TuneBatchOptions, job: str) -> TrialsFile:
+    """The file of the rates, in the folder of --out."""
+    path = None
+    if asked.out is not None:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        path = asked.out / f"tune{SUFFIX}"
+    told = SavedTrials(title=f"{job}: learning rates of a batch", metric="training loss", better="less", num_trials=0)
+    return TrialsFile(path, told)
 
 
 def _command(asked: TuneBatchOptions, found: BatchAdvice) -> str:

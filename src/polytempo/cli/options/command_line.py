@@ -12,13 +12,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from polytempo.cli.options.command_options import OUTPUT, RUN, read_options, table
+from polytempo.cli.options.command_options import OUTPUT, RUN, SEARCH, read_options, table
 from polytempo.cli.options.failure import exit_code
 from polytempo.spec.run_options import FOLDER, LENGTH, PROCESS, TRAINING
 from polytempo.spec.table.option import OptionRow, entries
 
 T = TypeVar("T")
-_SECTIONS = ("", RUN, LENGTH, TRAINING, PROCESS, FOLDER, OUTPUT)
+_SECTIONS = ("", RUN, SEARCH, LENGTH, TRAINING, PROCESS, FOLDER, OUTPUT)
 _CONFIG = "A TOML file with these options; the command line overrides it."
 
 
@@ -32,10 +32,10 @@ def takes(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]
 
 
 def takes_run_options(
-    program: str, request: Callable[[Mapping[str, object], Path | None], T]
+    programs: str, request: Callable[[Mapping[str, object], Path | None], T]
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function of a request, with the options that `program` has in the table of runs."""
-    rows = [row for row in table().values() if program in row.option.programs]
+    """Make a command of a function of a request, with the options that one of `programs` has in the table of runs."""
+    rows = [row for row in table().values() if not set(programs.split()).isdisjoint(row.option.programs)]
     rows.sort(key=lambda row: _SECTIONS.index(row.option.section))
     hint = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG, rich_help_panel=OUTPUT)]
     config = Parameter("config", Parameter.KEYWORD_ONLY, annotation=hint, default=None)

@@ -7,10 +7,10 @@ options.toml        workers = 4                        names with - or _; `--con
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,12 +19,21 @@ from polytempo.cli.options import values
 from polytempo.cli.options.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
 from polytempo.jobs.job_file import is_job_file, read_job_file
 from polytempo.spec.run_options import FOLDER, RunOptions
-from polytempo.spec.table.option import ONE_STRATEGY, PROCESSES, TRAIN, Option, OptionRow, entries, unknown_option
+from polytempo.spec.table.option import (
+    ONE_STRATEGY,
+    PROCESSES,
+    TRAIN,
+    Count,
+    Option,
+    OptionRow,
+    entries,
+    unknown_option,
+)
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 100_000
-SIMULATE, COMPARE = ("simulate",), ("compare",)
-RUN, OUTPUT = "Run", "Output"
+SIMULATE, COMPARE, SWEEP = ("simulate",), ("compare",), ("sweep",)
+RUN, SEARCH, OUTPUT = "Run", "Search", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,9 @@ class CommandOptions:
     """Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local."""
     available: Annotated[Path | None, Option(RUN, "PROGRAM", TRAIN)] = None
     """A program that prints how many workers there may be now; it is run every 2 s."""
-    cluster: Annotated[str | None, Option(RUN, "C", SIMULATE, read=values.cluster, complete=cluster_names)] = None
+    cluster: Annotated[
+        str | None, Option(RUN, "C", (*SIMULATE, *SWEEP), read=values.cluster, complete=cluster_names)
+    ] = None
     """The machines to simulate, such as 'ethernet(gbit_per_s=10)'."""
     stragglers: Annotated[
         str | None, Option(RUN, "D", SIMULATE, read=values.distribution, complete=distribution_names)
@@ -56,6 +67,19 @@ class CommandOptions:
     """Simulate times and bytes only; compute no gradients. Needs --steps."""
     batched: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
     """Compute all workers' gradients in one pass; equal up to rounding."""
+    over: Annotated[Sequence[str], Option(SEARCH, "NAME=VALUES", SWEEP)] = ()
+    """Try these values: lr=1e-4..1e-1:log, batch_size=16|32|64, strategy=sync_sgd,'local_sgd(period=8)'; again for
+    another setting. Names are strategy, workers and options of runs."""
+    trials: Annotated[Count | None, Option(SEARCH, "N", SWEEP)] = None
+    """Number of trials. Default: 20; all combinations where each setting has a few values."""
+    goal: Annotated[str | None, Option(SEARCH, "METRIC", SWEEP)] = None
+    """The score to search for: accuracy, loss or one of the job's metrics. Default: accuracy where the job has one."""
+    sampler: Annotated[Literal["grid", "random", "tpe"] | None, Option(SEARCH, "S", SWEEP)] = None
+    """Choose trials by grid, random or tpe (Optuna). Default: grid for few values, else tpe where it is there."""
+    prune: Annotated[bool, Option(SEARCH, programs=SWEEP)] = False
+    """End trials that are worse than the median of the trials before them."""
+    parallel: Annotated[Count, Option(SEARCH, "K", SWEEP)] = 1
+    """Trials at a time, each in a process of its own. Default: 1."""
     force: Annotated[bool, Option(FOLDER)] = False
     """Accept an --out folder that holds other files."""
     ui: Annotated[bool, Option(OUTPUT)] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
+TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint", "sweep.trials.json")
 """Files of a run that another run would overwrite."""
 _MOST_NAMED = 3
 MAX_RUNS = 10_000

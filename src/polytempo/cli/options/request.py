@@ -57,6 +57,14 @@ def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequ
     return _request(asked, _run_name(asked, "compare"), world)
 
 
+def sweep_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
+    """The request of `polytempo sweep`."""
+    asked = _asked(given, config)
+    if not asked.command.over:
+        raise ValueError("a sweep needs settings to try; give --over lr=1e-4..1e-1:log, or --over batch_size=16|32|64")
+    return _request(asked, _run_name(asked, "sweep"), recognise({}))
+
+
 def simulate_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """The request of `polytempo simulate`."""
     asked = _asked(given, config)

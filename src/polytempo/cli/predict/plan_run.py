@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,6 +19,7 @@ from polytempo.core.system import files
 from polytempo.planner.forecast import RunForecast
 from polytempo.planner.front import PlanLimits, Reversal
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
+from polytempo.planner.samples_law import SamplesTrial
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
 from polytempo.planner.worker_limit import CAUSES, WorkerLimit, worker_limit
@@ -25,6 +27,7 @@ from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.runs import plural
 from polytempo.report.saved_plan import write_plan
+from polytempo.report.saved_trials import SUFFIX, SavedTrials, Setting, TrialsFile
 from polytempo.runs.simulated.asked_device import here, on_asked_device
 from polytempo.spec.job import Job
 from polytempo.spec.text.call import split_calls
@@ -55,6 +58,7 @@ def plan_run(asked: PlanOptions) -> None:
                 seed=asked.seed,
                 say=show,
                 device=here(asked.device),
+                tell=_tell(page, job, asked.until),
             )
             limit = worker_limit(found.forecasts, limits, job, asked.data, cluster) if asked.limit else None
         finally:
@@ -85,6 +89,23 @@ def plan_run(asked: PlanOptions) -> None:
         raise typer.Exit(INTERRUPTED)
     if found.winner is None:
         raise typer.Exit(1)
+
+
+def _tell(page: Path | None, job: Job, until: Mapping[str, float]) -> Callable[[SamplesTrial], None]:
+    """Write the trials beside the page, as they come: the live page shows them."""
+    target = ", ".join(f"{measure} {goal:g}" for measure, goal in until.items())
+    told = SavedTrials(
+        title=f"{job.name}: trials of a plan", metric=f"samples to {target}", better="less", num_trials=0
+    )
+    file = TrialsFile(None if page is None else page.with_suffix(SUFFIX), told)
+
+    def tell(trial: SamplesTrial) -> None:
+        settings: dict[str, Setting] = {"strategy": trial.family, "global_batch_size": trial.global_batch}
+        settings |= {"workers": trial.workers, "seed": trial.seed}
+        why = "" if trial.reached else trial.failed or f"not reached in {trial.samples:,} samples"
+        file.ended(settings, float(trial.samples), why)
+
+    return tell
 
 
 def _space(asked: PlanOptions, job: Job, workers: tuple[int, ...]) -> SearchSpace:

@@ -121,7 +121,8 @@ def simulate(
     options = with_keywords(options, more)
     check_simulation(strategy, options, meta=meta, batched=batched)
     spec = RunSpec.of(job, strategy, workers, options)
-    return _simulated(spec, cluster, shown_progress(progress), meta=meta, batched=batched)
+    found = _simulated(spec, cluster, shown_progress(progress), meta=meta, batched=batched)
+    return found.made_by(job, spec.options.out)
 
 
 def _simulated(

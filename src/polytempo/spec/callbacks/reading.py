@@ -12,11 +12,17 @@ from typing import Any
 from polytempo.spec.callbacks.callback import Callback
 from polytempo.spec.callbacks.early_stop import early_stop
 from polytempo.spec.callbacks.keep import keep
+from polytempo.spec.callbacks.median_stop import median_stop
 from polytempo.spec.callbacks.time_budget import time_budget
 from polytempo.spec.text.call import parse_call
 from polytempo.spec.text.resolution import resolve
 
-MADE_BY: dict[str, Callable[..., object]] = {"early_stop": early_stop, "keep": keep, "time_budget": time_budget}
+MADE_BY: dict[str, Callable[..., object]] = {
+    "early_stop": early_stop,
+    "keep": keep,
+    "median_stop": median_stop,
+    "time_budget": time_budget,
+}
 _OWN = re.compile(r"\s*([A-Za-z_][\w.]*):([A-Za-z_]\w*)\s*(\(.*\))?\s*", re.DOTALL)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.precision import Precision
+from polytempo.spec.rates.schedules import NamedSchedule
 from polytempo.spec.text.profiled_steps import ProfiledSteps
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class OptionKeywords(TypedDict, total=False):
     balance: Literal["equal", "speed"]
     clip_norm: float | None
     lr: float | None
+    schedule: NamedSchedule | str | None
     seed: int
     allow_nan: bool
     ema: float | None

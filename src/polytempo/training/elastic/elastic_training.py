@@ -26,6 +26,7 @@ from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import data_of, schedule_of
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
@@ -149,8 +150,9 @@ class ElasticTraining:
 
     def _catch_up(self, replica: Replica) -> None:
         """Let the schedule be where the steps are."""
-        while self._scheduler is not None and self._scheduler.last_epoch < replica.step:
-            self._scheduler.step()
+        own = None if isinstance(self._scheduler, Plateau) else self._scheduler  # scores move a plateau
+        while own is not None and own.last_epoch < replica.step:
+            own.step()
 
     def _applied(self, committed: Committed | None) -> None:
         """A step or a round is in the model; `committed` where this member came back from its commit point."""
@@ -300,7 +302,10 @@ class ElasticTraining:
         context.seconds = self._seconds = told["seconds"]
         self._place = told["place"]
         self.account.load_plain(told["account"])
-        if newcomer and self._scheduler is not None:
+        if isinstance(self._scheduler, Plateau):  # a member may have been lost while some had the score already
+            schedule_restore(self._scheduler, told["schedule"])
+            self._scheduler.set_rates()
+        elif newcomer and self._scheduler is not None:
             schedule_restore(self._scheduler, told["schedule"])
         self._begun = not newcomer
         if replica.parameters is not None:

@@ -65,6 +65,9 @@ class Observer(Protocol):
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Score the model as it is now; perhaps later. Called only where there is a test set."""
 
+    async def agreed_score(self, port: Port, context: TrainingContext, step: int) -> Score:
+        """The score of `step`, which has just been asked for: the same on all ranks, which wait for it."""
+
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint of the training state as it is now; perhaps later."""
 

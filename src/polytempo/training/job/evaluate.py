@@ -9,19 +9,23 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.core.calls.refusals import refuse
 from polytempo.data.mover import BatchMover
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
 from polytempo.spec.precision import Precision
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.spec.run_options import RunOptions, goals_met
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.job_metrics import Metrics
@@ -62,6 +66,12 @@ class Evaluation:
         self._model = copied_modules(model).eval()
         self._mover = BatchMover(next((p.device for p in model.parameters()), None))
         self.metrics = Metrics(job.metrics)
+        own = replace(job, metrics={})
+        self.more = {
+            name: Evaluation(own, model, Data(data.train, test, data.collate), precision)
+            for name, test in data.more.items()
+        }
+        """Evaluations of further test sets."""
         self._lowered: dict[str, Precision] = {}
         if precision is not None and precision.is_quantised:
             exact = kept_float32(model, precision)
@@ -86,7 +96,8 @@ class Evaluation:
         with self._lent(tensors):
             for part in range(self._scorers(parts)):
                 sums[part] = self._sums(part, parts)
-        return means(sums.sum(0))._replace(metrics=self.metrics.of([self.metrics.seen]))
+        score = means(sums.sum(0))._replace(metrics=self.metrics.of([self.metrics.seen]))
+        return joined(score, {name: each.score(tensors, parts) for name, each in self.more.items()})
 
     @property
     def measures(self) -> bool:
@@ -132,7 +143,15 @@ class Evaluation:
 async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
     """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
     score = means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
-    return score if not evaluation.measures else score._replace(metrics=await evaluation.metrics.gathered(port))
+    if evaluation.measures:
+        score = score._replace(metrics=await evaluation.metrics.gathered(port))
+    return joined(score, {name: await evaluate(port, each, tensors) for name, each in evaluation.more.items()})
+
+
+def joined(score: Score, more: Mapping[str, Score]) -> Score:
+    """The score with the scores of further test sets among its metrics: `noisy/loss`, `noisy/accuracy`."""
+    found = {f"{name}/{key}": value for name, each in more.items() for key, value in each.row().items()}
+    return score._replace(metrics={**score.metrics, **{k: v for k, v in found.items() if v is not None}})
 
 
 async def of_first_part(model: Port, score: Score) -> Score:
@@ -183,6 +202,21 @@ def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
     if options.eval_every is not None and not has_test:
         raise ValueError("eval_every needs a test set, and this job has none; leave it out")
     check_measures(job, options.until)
+
+
+def check_plateau(spec: RunSpec, schedule: LRScheduler | None, *, has_test: bool) -> None:
+    """Refuse a learning rate that falls by scores where ranks have none together, and metrics that no score has."""
+    if not isinstance(schedule, Plateau):
+        return
+    more = {"plateau"} | (set() if has_test else {"no test set"})
+    more |= set() if spec.strategy.rounds is None else {"client rounds"}
+    refuse(spec.strategy.features | more, strategy=spec.strategy)
+    known = ["loss", *(["accuracy"] if spec.job.correct is not None else []), *spec.job.metrics]
+    if schedule.metric.partition("/")[0] not in known:
+        raise ValueError(
+            f"plateau(metric={schedule.metric}): scores of job {spec.job.name} have {', '.join(known)}; give one of "
+            "these"
+        )
 
 
 def check_measures(job: Job, until: Mapping[str, float]) -> None:

@@ -22,8 +22,9 @@ from polytempo.core.system.notice import Preempted
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.training.job.context import Moment, Observer, TrainingContext, TrainingSummary, check_length
-from polytempo.training.job.evaluate import check_goals
+from polytempo.training.job.evaluate import check_goals, check_plateau
 from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import BatchSlice, next_slices, weighed_slices
@@ -57,10 +58,12 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
 async def _trained(port: Port, context: TrainingContext, log: UserLog) -> TrainingSummary:
     check_length(context.shard)
     check_goals(context.job, context.options, has_test=context.data.test is not None)
+    check_plateau(context.spec, context.scheduler, has_test=context.data.test is not None)
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
     scored_step = context.replica.step
+    await _move_rate(port, context, clock)  # a score that ended with the last group of an elastic run
     while not _over(context):
         if not await _rest_of_epoch(ports, context, meter, clock, log):
             continue  # resumed at the end of an epoch: nothing was left of it
@@ -141,7 +144,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if context.average is not None:
             with context.replica.in_float32():
                 context.average.update()
-        if context.scheduler is not None:
+        if context.scheduler is not None and not isinstance(context.scheduler, Plateau):
             _next_rate(context, context.scheduler)
         if context.balance is not None:
             await context.balance.after_step(ports)
@@ -154,6 +157,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             context.host.stepped(*await _moment(port, context, clock))
         if _scores_at(context, before):
             await _score(port, context, clock)
+        await _move_rate(port, context, clock)
         if _saves_at(context, step + 1):
             await _save(port, context, clock)
         if _finished(context):
@@ -226,6 +230,16 @@ async def _score(port: Port, context: TrainingContext, clock: _Clock) -> None:
     if context.data.test is not None and context.scored_step != context.replica.step:
         context.scored_step = context.replica.step
         await context.observer.score(port, context, await _moment(port, context, clock))
+
+
+async def _move_rate(port: Port, context: TrainingContext, clock: _Clock) -> None:
+    """Show a plateau the score of this step, once, where one is due; a checkpoint then has its state after it."""
+    plateau, step, epoch = context.scheduler, context.replica.step, _position(context)[0]
+    if not isinstance(plateau, Plateau):
+        return
+    if plateau.is_due(step, epoch, context.options.eval_every, STEPS_BETWEEN_SCORES):
+        await _score(port, context, clock)
+        plateau.see((await context.observer.agreed_score(port, context, step)).row(), step, epoch)
 
 
 async def _stops(port: Port, context: TrainingContext, clock: _Clock) -> bool:

@@ -109,6 +109,10 @@ class BackgroundObserver:
             await self._hear()
             self._told = await port.start(port.broadcast(torch.tensor([float(self._reached)])))
 
+    async def agreed_score(self, port: Port, context: TrainingContext, step: int) -> Score:
+        """Ranks that do not wait for each other have none."""
+        raise AssertionError("a plateau of ranks that do not wait for each other is refused before the first step")
+
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Have this rank's part written, and on rank 0 all parts be made a checkpoint."""
         self._raise()

@@ -51,6 +51,11 @@ class CollectiveObserver:
         await self._outside(port, "score", self._score(port, context, moment, None))
         await self._agree(port, context)
 
+    async def agreed_score(self, port: Port, context: TrainingContext, step: int) -> Score:
+        """The newest one, which all ranks have made together."""
+        assert self._newest is not None
+        return self._newest[1]
+
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint, now. Exchanges under way land first, on the clock: training would have waited."""
         out = context.options.out

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from polytempo.core.calls.refusals import refuse
+
 Make = Callable[[Optimizer, int], LRScheduler]
 
 _PROBED_STEPS = 2
@@ -31,7 +33,7 @@ class RateSchedule:
     `movable`: the options that the schedule may move, None for any. Where the optimizer runs in the shards that is the
     learning rate alone, as nothing else travels with a push.
 
-    Errors: ValueError for a schedule that waits for a metric, or moves other options.
+    Errors: ValueError for a schedule that moves other options; `Incompatible` (PT1551) for a `Plateau`.
     """
 
     def __init__(
@@ -50,10 +52,7 @@ class RateSchedule:
         self._scheduler = make(optimizer, steps_per_epoch)
         optimizer.step()  # without gradients it does nothing, but torch warns of a schedule that steps before it
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau waits for a score after each epoch, and with a parameter server no worker does; use "
-                "a schedule of steps"
-            )
+            refuse({"plateau", "server"}, strategy="a parameter server")
         self._width = sum(1 for _ in self._read())
         self._remembered = array("d")
         self._remember()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,10 @@ class TriedRate(NamedTuple):
     samples: int
 
 
+Tell = Callable[[TriedRate, int], object]
+"""Hears of a rate and its batch."""
+
+
 class BatchAdvice(NamedTuple):
     """The recommendation, and its evidence."""
 
@@ -91,11 +95,13 @@ def advise_batch(
     budget: float = 0.75,
     seed: int = 0,
     device: torch.device = HOST,
+    tell: Tell = lambda rate, batch: None,
 ) -> BatchAdvice:
     """Recommend a global batch for `workers`, or also their number (None), and a learning rate for it.
 
     Up to the noise scale 𝓑 a step on B samples does the work of B small ones, at the price of B / 𝓑 more samples;
-    `extra` is that price. The rate is the best of six, halved from each to the next, in short runs.
+    `extra` is that price. The rate is the best of six, halved from each to the next, in short runs. `tell(rate, batch)`
+    hears of each of these after each of its parts.
 
     `device`: the place of all trials. A batch that does not fit into its memory is computed in parts; a worker's batch
     fits.
@@ -122,7 +128,7 @@ def advise_batch(
     top = max(ranged.top, noise.lr)  # of few samples a step the range test sees noise: that rate was seen to learn
     rates = [top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
     trials = [Trial(job, data, batch=batch, lr=rate, seed=seed, parts=parts, device=device) for rate in rates]
-    tried = _halved(trials, max(_RATES * 3 * batch, total - spent))
+    tried = _halved(trials, max(_RATES * 3 * batch, total - spent), tell)
     best = tried[-1]
     return BatchAdvice(
         workers=chosen_workers,
@@ -251,7 +257,7 @@ def _deviation(found: Sequence[Squares]) -> float:
     return math.sqrt(sum(part * part for part in parts) / (count * (count - 1)))
 
 
-def _halved(trials: list[Trial], samples: int) -> list[TriedRate]:
+def _halved(trials: list[Trial], samples: int, tell: Tell) -> list[TriedRate]:
     """All trials, one for each rate; the better half goes on twice as long, until one is left; that is the last."""
     counts = [len(trials)]
     while counts[-1] > 1:
@@ -261,6 +267,7 @@ def _halved(trials: list[Trial], samples: int) -> list[TriedRate]:
     for number, kept in enumerate(counts[1:]):
         for trial in trials:
             trial.train(unit * 2**number)
+            tell(TriedRate(trial.lr, _loss(trial), trial.samples), trial.batch)
         trials.sort(key=_loss)
         ended += reversed(trials[kept:])
         trials = trials[:kept]

@@ -19,6 +19,7 @@ from polytempo.large_batch.noise_scale import Squares, of_workers, sketch
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import schedule_of
 from polytempo.spec.objective import loss_of, part_weights
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
@@ -101,7 +102,7 @@ class Trial:
         loss = self._whole(pieces[0]) if len(pieces) == 1 else self._in_parts(pieces)
         self.optimizer.step()
         synchronize(self._device)
-        if self._scheduler is not None:
+        if self._scheduler is not None and not isinstance(self._scheduler, Plateau):  # scores are not of a trial
             self._scheduler.step()
         self.steps += 1
         self.samples += sum(piece.samples for piece in pieces)

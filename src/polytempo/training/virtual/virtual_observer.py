@@ -18,6 +18,7 @@ from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.tensor.division import Cuts
 from polytempo.spec.callbacks.callback import Control
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.model.ports import mesh_of, ports_of
@@ -84,6 +85,8 @@ class VirtualObserver:
         self._begun: dict[int, int] = {}
         self._stop: int | None = None
         self._newest: tuple[int, Score] | None = None
+        self._agreed: dict[int, Score] = {}
+        """Scores by step, for plateaus."""
         self._saves: list[Work[None]] = []
         self._hashes: dict[int, dict[int, str]] = {}
         self.host: CallbackHost | None = None
@@ -134,6 +137,12 @@ class VirtualObserver:
             mean.add(data.rank, averaged, others)
             if mean.count == data.size:
                 self._complete(context, moment, self._means.pop(moment.step).taken(), data.size)
+
+    async def agreed_score(self, port: Port, context: TrainingContext, step: int) -> Score:
+        """The score of `step`; ranks wait for each other where that takes all their models."""
+        if not (isinstance(context.holding, Whole) and context.replica.strategy.synchronized):
+            await port.barrier()
+        return self._agreed[step]
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
@@ -189,6 +198,8 @@ class VirtualObserver:
         with kept_random_states():
             score = self._evaluation.score(tensors, self._test_parts or parts)
         self._newest = moment.step, score
+        if isinstance(context.scheduler, Plateau):
+            self._agreed[moment.step] = score
         self.record(moment.row("test") | score.row())
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1

@@ -1,7 +1,7 @@
 // The list of runs: filter, sort by any field, select, compare, archive, delete.
 import { ago, bytes, chip, compact, element, number, percent, plural, seconds, setText, table, whole } from "./format.js";
 import { follow, go, remove } from "./app.js";
-import { planPicture } from "./pictures.js";
+import { planPicture, trialsPicture } from "./pictures.js";
 
 const COLUMNS = [
   { key: "id", name: "Run", text: true },
@@ -58,11 +58,12 @@ export function listPage(parameters) {
     element("button", { type: "button", class: "plain", onclick: () => { selected.clear(); draw(); } }, "Clear"));
   const empty = element("div", { class: "empty", hidden: true });
   const plans = element("section", { hidden: true, class: "part" });
+  const sweeps = element("section", { hidden: true, class: "part" });
   const heading = element("h1", {}, "Runs");
   const where = element("p", { class: "quiet path" });
   const place = element("div", {}, heading, where,
     element("div", { class: "tools" }, search, element("div", { class: "group", role: "group", "aria-label": "State" }, chips), sorter),
-    count, frame, empty, actions, plans);
+    count, frame, empty, actions, sweeps, plans);
 
   async function drop(archive) {
     if (await remove([...selected], archive)) selected.clear();
@@ -149,6 +150,10 @@ export function listPage(parameters) {
           plans.hidden = !told.length;
           plans.replaceChildren(element("h2", {}, "Plans"), element("div", { class: "grid" }, told.map(planCard)));
         },
+        sweeps: (told) => {
+          sweeps.hidden = !told.length;
+          sweeps.replaceChildren(element("h2", {}, "Sweeps and tunings"), element("div", { class: "grid" }, told.map(sweepCard)));
+        },
         runs: (told) => {
           rows = told;
           empty.replaceChildren(element("h2", {}, "No run yet"), element("p", {}, "Runs appear here as soon as they begin. Start one in another terminal:"), element("pre", {}, element("code", {}, "polytempo train digits --workers 2")));
@@ -157,6 +162,24 @@ export function listPage(parameters) {
       });
     },
   };
+}
+
+// A sweep or a tuning: the best trial so far, the score of each trial, the best ones, and the command of the best.
+function sweepCard(sweep) {
+  const sign = sweep.better === "less" ? 1 : -1, ended = sweep.trials.filter((each) => each.state !== "running");
+  const best = sweep.trials.find((each) => each.number === sweep.best), names = Object.keys(sweep.trials[0]?.settings || {});
+  const told = (value) => (typeof value === "number" ? number(value) : String(value ?? "-"));
+  const ordered = sweep.trials.filter((each) => typeof each.value === "number").sort((a, b) => sign * (a.value - b.value)).slice(0, 8);
+  const rows = ordered.map((each) => [String(each.number), ...names.map((name) => told(each.settings[name])), number(each.value), each.state]);
+  const failed = sweep.trials.filter((each) => each.state === "failed");
+  return element("section", { class: "card" },
+    element("h3", {}, sweep.title),
+    element("p", { class: "quiet" }, `${sweep.id} · ${whole(ended.length)} of ${plural(sweep.num_trials, "trial")} · ${ago(sweep.changed_s)}`),
+    best ? element("p", {}, `Best ${sweep.metric} so far: ${number(best.value)}, trial ${best.number}.`) : element("p", {}, "No trial has finished yet."),
+    failed.length ? element("p", { class: "quiet" }, `${plural(failed.length, "trial")} failed: ${failed[0].why}`) : null,
+    trialsPicture(sweep),
+    table([{ name: "Trial", text: true }, ...names, sweep.metric, "State"], rows, { empty: "No trial has a score yet.", label: `The best trials of ${sweep.id}` }),
+    sweep.command ? element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, sweep.command)) : null);
 }
 
 // A plan: the choice, time against money, the front, and the command of the choice.

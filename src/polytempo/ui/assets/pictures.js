@@ -89,6 +89,30 @@ export function topologyPicture(told) {
 
 export { color };
 
+// The score of each trial by its number, with a line along the best so far and a ring around the best.
+export function trialsPicture(sweep) {
+  const width = 520, height = 200, left = 62, low = 30, top = 12, there = sweep.trials.filter((each) => typeof each.value === "number");
+  if (there.length < 2) return null;
+  const values = there.map((each) => each.value), least = Math.min(...values), span = Math.max(...values) - least || 1;
+  const last = Math.max(1, sweep.num_trials - 1), x = (trial) => left + 12 + (trial / last) * (width - left - 24);
+  const y = (value) => height - low - 12 - ((value - least) / span) * (height - low - top - 24);
+  let best = null;
+  const so = there.map((each) => { if (each.state === "finished" && (best === null || (sweep.better === "less" ? each.value < best : each.value > best))) best = each.value; return [each.number, best]; }).filter(([, value]) => value !== null);
+  const line = svg("polyline", { class: "front", points: so.map(([at, value]) => `${x(at)},${y(value)}`).join(" ") });
+  const dots = there.map((each) => svg("circle", { cx: x(each.number), cy: y(each.value), r: each.number === sweep.best ? 5 : 3.5, class: each.state === "finished" ? "front" : "other" },
+    svg("title", {}, `trial ${each.number}, ${each.state}: ${sweep.metric} ${number(each.value)}`)));
+  const chosen = there.find((each) => each.number === sweep.best);
+  const ring = chosen ? [svg("circle", { cx: x(chosen.number), cy: y(chosen.value), r: 9, class: "choice" })] : [];
+  const ends = [
+    svg("text", { x: left - 8, y: y(least) + 4, class: "axis", "text-anchor": "end" }, number(least, 3)),
+    ...(span > 0 && Math.max(...values) > least ? [svg("text", { x: left - 8, y: y(Math.max(...values)) + 4, class: "axis", "text-anchor": "end" }, number(Math.max(...values), 3))] : []),
+    svg("text", { x: (left + width) / 2, y: height - 8, class: "axis", "text-anchor": "middle" }, "trial →"),
+  ];
+  const frame = svg("path", { class: "frame", d: `M${left} ${top}V${height - low}H${width}` });
+  return element("figure", { class: "plan" }, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${sweep.metric} of ${there.length} trials` }, frame, line, dots, ring, ends),
+    element("figcaption", { class: "caption" }, `Up: ${sweep.metric}, right: trials. The line is the best so far.`));
+}
+
 // Time against money of the runs that a plan compared, both logarithmic: a line along the front, a ring around the choice.
 export function planPicture(plan) {
   const width = 520, height = 250, left = 62, low = 30, top = 12, runs = plan.forecasts.filter((each) => each.seconds > 0 && each.money > 0);

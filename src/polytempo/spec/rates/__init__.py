@@ -1,0 +1,1 @@
+"""Learning rates: schedules by name, and a rate that follows scores."""
