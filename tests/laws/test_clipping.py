@@ -178,3 +178,28 @@ def test_a_loss_scale_is_taken_off_first(precision: str) -> None:
 
 def points32(folder: Path | None) -> pt.Data:
     return pt.Data(points(SAMPLES, 0, torch.float32), points(16, 1, torch.float32))
+
+
+def test_sparse_gradients_are_clipped() -> None:
+    """A table with gradients by rows ends as the dense one, to 1e-12."""
+
+    def table(sparse: bool) -> pt.Job:
+        return pt.Job(
+            model=lambda: nn.Sequential(nn.Embedding(9, 3, sparse=sparse), nn.Flatten(), nn.Linear(6, 2)).double(),
+            data=lambda folder: pt.Data(torch.utils.data.TensorDataset(rows, targets)),
+            loss=nn.functional.mse_loss,
+            optimizer=partial(torch.optim.SGD),
+            lr=0.5,
+        )
+
+    random = torch.Generator().manual_seed(7)
+    rows = torch.randint(0, 9, (40, 2), generator=random)
+    targets = 3 * torch.randn(40, 2, generator=random, dtype=torch.float64)
+    ends = [
+        pt.simulate(table(sparse), "sync_sgd()", workers, steps=5, clip_norm=bound).train_loss
+        for sparse in (False, True)
+        for workers in (1, 2)
+        for bound in (BOUND, 1e6)
+    ]
+    assert ends[4:] == pytest.approx(ends[:4], rel=1e-12)
+    assert ends[0] != pytest.approx(ends[1], rel=1e-3)

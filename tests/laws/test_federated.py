@@ -247,6 +247,7 @@ def test_samples_that_are_collated() -> None:
         ("PT2506", "fed_avg", {"batch_growth": {1: 2}}),
         ("PT2507", "fed_avg", {"precision": "bf16"}),
         ("PT2508", "fed_avg", {"min_workers": 1}),
+        ("PT1540", "fed_avg", {"balance": "speed"}),
     ],
 )
 def test_refusals(code: str, strategy: str, more: dict[str, Any]) -> None:

@@ -111,8 +111,9 @@ async def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = await gradient_norm(model, parameters, again)
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-    for gradient in [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    with torch.no_grad():
+        for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))  # `detach` of a sparse one has values of its own
     return norm
 
 
