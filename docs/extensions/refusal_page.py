@@ -24,6 +24,7 @@ CHAPTERS = {
     "PT24": "Profiles",
     "PT25": "Rounds of clients",
     "PT26": "Data sources",
+    "PT27": "Loops of other libraries",
 }
 HEAD = """# Refusals
 

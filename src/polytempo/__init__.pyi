@@ -25,6 +25,9 @@ from polytempo.engines.local_engine import launch as launch
 from polytempo.planner.rate_finder import find_rate as find_rate
 from polytempo.runs.compare import compare as compare
 from polytempo.runs.elastic.elastic_loop import elastic as elastic
+from polytempo.runs.frameworks.accelerate_strategy import accelerate as accelerate
+from polytempo.runs.frameworks.accelerate_strategy import transformers as transformers
+from polytempo.runs.frameworks.lightning_strategy import lightning as lightning
 from polytempo.runs.own_loop.attach import attach as attach
 from polytempo.runs.own_loop.pipeline import pipeline as pipeline
 from polytempo.runs.programs.run_lbfgs import lbfgs as lbfgs

@@ -7,7 +7,6 @@ Messages are safetensors in `bytes`: the state of training to the partitions, an
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import default_collate
@@ -33,14 +31,13 @@ from polytempo.training.checkpoint.optimizer_state import (
     optimizer_saved,
     steps_each_by_itself,
 )
+from polytempo.training.checkpoint.packed_state import packed, unpacked
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.step.buffers import ModelBuffers
 from polytempo.training.step.guard import check_final, unfinite_names
 
 Collate = Callable[[list[Any]], Any]
 
-_ABOUT = "about"
-"""The tensor of bytes that holds a message's JSON."""
 _ONE_AT_A_TIME = threading.Lock()
 """Held while a partition trains: threads of a dask worker share torch's global generator."""
 
@@ -189,7 +186,7 @@ def _state(recipe: _Recipe, model: nn.Module, optimizer: Optimizer) -> tuple[dic
 
 @torch.no_grad()
 def _restore(recipe: _Recipe, model: nn.Module, optimizer: Optimizer, state: bytes) -> None:
-    tensors, about = _unpacked(state)
+    tensors, about = unpacked(state)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(tensors[f"model/{name}"])
     if recipe.optimizer_state:
@@ -203,7 +200,7 @@ def _added(first: bytes, second: bytes) -> bytes:
     """The sum of two partitions' messages: associative up to float64's rounding. Empty messages are zeros."""
     if not first or not second:
         return first or second
-    (one, about), (two, other) = _unpacked(first), _unpacked(second)
+    (one, about), (two, other) = unpacked(first), unpacked(second)
     if about["from"] < other["from"]:
         one, about, two, other = two, other, one, about
     for name, tensor in two.items():
@@ -218,7 +215,7 @@ def _added(first: bytes, second: bytes) -> bytes:
 
 def _mean(total: bytes) -> tuple[bytes, int, float]:
     """The state that the next round begins with, the samples, and their mean loss."""
-    tensors, about = _unpacked(total)
+    tensors, about = unpacked(total)
     samples = about["samples"]
     state = {name.removeprefix("rest/"): tensor for name, tensor in tensors.items() if name.startswith("rest/")}
     for name, dtype in about["dtypes"].items():
@@ -227,15 +224,7 @@ def _mean(total: bytes) -> tuple[bytes, int, float]:
 
 
 def _packed(tensors: Mapping[str, Tensor], rest: Saved, about: Mapping[str, Any] | None = None) -> bytes:
-    text = json.dumps({**(about or {}), "scalars": rest.scalars}).encode()
-    found = {**tensors, **rest.tensors, _ABOUT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    packed: bytes = save({name: each.detach().cpu().contiguous().clone() for name, each in found.items()})
-    return packed
-
-
-def _unpacked(message: bytes) -> tuple[dict[str, Tensor], Any]:
-    tensors: dict[str, Tensor] = load(message)
-    return tensors, json.loads(tensors.pop(_ABOUT).numpy().tobytes())
+    return packed({**tensors, **rest.tensors}, {**(about or {}), "scalars": rest.scalars})
 
 
 # --- systems

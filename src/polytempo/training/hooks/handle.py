@@ -209,6 +209,10 @@ class Handle(LoggingHandle):
         """The next step is made of a batch with this share; batches of `pt.shard` are recognised without a call."""
         self._members.begin_batch(share)
 
+    def begin_inputs(self, *inputs: Any) -> None:
+        """The next gradients are of this batch of `pt.shard`, which a library hands to a method of the model."""
+        self._members.given_to(self.replica.model, inputs, {})
+
     def complete(self) -> None:
         """Exchange the next step's gradients now, as `optimizer.step()` would do, unless that has been done."""
         if self.replica.exchanges_gradients:

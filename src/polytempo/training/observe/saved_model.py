@@ -45,6 +45,7 @@ def saved_about(folder: Place) -> dict[str, Scalar]:
 
 
 def mean_of(tensors: list[Tensor]) -> Tensor:
-    """The mean of several ranks' tensors; of tensors without a mean the first one."""
-    same = len(tensors) == 1 or not tensors[0].is_floating_point()
+    """The mean of several ranks' tensors; of equal tensors (frozen parameters), or without a mean, the first one."""
+    first = tensors[0]
+    same = not first.is_floating_point() or all(torch.equal(first, other) for other in tensors[1:])
     return tensors[0] if same else torch.stack(tensors).mean(dim=0)

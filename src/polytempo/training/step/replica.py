@@ -323,12 +323,14 @@ class Replica:
     async def consensus(self, data: Port, instead: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own.
 
+        Frozen parameters are left out of the mean, and are not copied.
+
         `instead`: tensors in place of this rank's parameters, by name.
         """
         with self.in_float32():
             tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
-        out: dict[str, Tensor] = {}
-        for group in by_kind(tensors).values():
+        out = {name: tensor for name, tensor in tensors.items() if name not in self.trainable}
+        for group in by_kind({name: tensors[name] for name in self.trainable}).values():
             bundle = Bundle(group, self.member.weight).copy()
             if data.size > 1 and not self.strategy.synchronized:
                 bundle = await averaging(tree)(data.on_channel(BUFFER_CHANNEL), bundle, None)
@@ -347,10 +349,10 @@ class Replica:
 
     def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters and buffers of the model by name: first the tensors that differ between ranks and are averaged,
-        then the rest."""
+        then the rest, frozen parameters included."""
         with self.in_float32():
             parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        averaged = {} if self.strategy.synchronized else parameters
+        averaged = {} if self.strategy.synchronized else {name: parameters[name] for name in self.trainable}
         if self.buffers.passed or not self.strategy.synchronized:
             averaged = averaged | self.buffers.averaged()
         every = parameters | dict(self.model.named_buffers())

@@ -1,0 +1,1 @@
+"""Strategies as options of Lightning, accelerate and `transformers.Trainer`."""

@@ -1,0 +1,92 @@
+"""Fine-tuning by LoRA: frozen parameters are constants, in every strategy.
+
+Frozen parameters beside trained ones:   the same operations, bytes and bits as with constants in their place
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from laws.catalogue import ROWS, SERVED, Row
+from polytempo.runs.frame import run_page
+from some_cases import some_of
+
+BASE = torch.randn(7, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+HEAD = torch.randn(3, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+class Adapted(nn.Module):
+    """x W' + x A' B', with W frozen; `constant`: W is a tensor, not a parameter. LoRA (E. Hu et al., 2021)."""
+
+    def __init__(self, base: Tensor, rank: int, constant: bool) -> None:
+        super().__init__()
+        rows, columns = base.shape
+        if constant:
+            self.register_buffer("base", base.clone(), persistent=False)
+        else:
+            self.base = nn.Parameter(base.clone(), requires_grad=False)
+        self.down = nn.Linear(columns, rank, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(rank, rows, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.base.T + self.up(self.down(x))
+        return y
+
+
+def net(constant: bool) -> nn.Module:
+    return nn.Sequential(Adapted(BASE, 2, constant), nn.Tanh(), Adapted(HEAD, 2, constant))
+
+
+def trained(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def job(constant: bool) -> pt.Job:
+    inputs = torch.randn(48, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = TensorDataset(inputs, torch.stack([inputs.sum(1).sin(), inputs[:, 0], inputs[:, 1] ** 2], dim=1))
+
+    def optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        held = list(parameters)
+        groups = [[p for p in held if p.requires_grad], [p for p in held if not p.requires_grad]]
+        return torch.optim.SGD([{"params": each} for each in groups], lr=0.05, momentum=0.9)
+
+    return pt.Job(
+        model=lambda: net(constant),
+        data=lambda folder: pt.Data(data, data),
+        loss=nn.functional.mse_loss,
+        optimizer=optimizer,
+        name="adapters",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "write_report", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("row", some_of(ROWS + SERVED, 0, of=4), ids=lambda row: str(row.make()))
+def test_frozen_parameters_are_constants(row: Row, tmp_path: Any) -> None:
+    """The same bytes in the same time, the same losses; frozen parameters keep their bits, saved ones too."""
+    saving: dict[str, Any] = {"threads": 1} if row in SERVED else {"threads": 1, "checkpoint_every": 8}
+    found = [
+        pt.simulate(job(constant), row.make(), 3, steps=8, batch_size=4, out=tmp_path / str(constant), **saving)
+        for constant in (False, True)
+    ]
+    assert found[0].bytes_sent_per_rank == found[1].bytes_sent_per_rank
+    assert (found[0].seconds, found[0].train_loss, found[0].loss) == (
+        found[1].seconds,
+        found[1].train_loss,
+        found[1].loss,
+    )
+    if row not in SERVED:
+        frozen, constant = (pt.training.checkpoint_model(tmp_path / str(each)) for each in (False, True))
+        assert torch.equal(frozen.pop("0.base"), BASE)
+        assert torch.equal(frozen.pop("2.base"), HEAD)
+        assert all(torch.equal(frozen[name], tensor) for name, tensor in constant.items())
+        assert frozen.keys() == constant.keys()
