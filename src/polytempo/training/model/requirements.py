@@ -55,7 +55,7 @@ def check_served(
     )
     away = next((p.device for p in model.parameters() if on_accelerator(p)), None)
     if away is not None:
-        refuse((strategy.features & {"server", "stages"}) | {"device", "own loop"}, strategy=strategy, device=away)
+        refuse((strategy.features & {"server", "stages"}) | {"device", "pipeline"}, strategy=strategy, device=away)
     if service.optimizer is None and service.decays == "shards" and any(optimizer.state.values()):
         raise ValueError(
             f"this {type(optimizer).__name__} has a state already, and with {strategy} the shards make the steps, "
