@@ -29,7 +29,7 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # pages.
 RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_resume attach_served backend_ends backend_users bench \
 	branch_runs codistillation comm_hook_ends drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
-	engines faults first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends loop_servers \
+	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
