@@ -113,7 +113,8 @@ def test_every_strategy(row: Row) -> None:
         simulated(row.make(), workers, replace(JOB, schedule=text), **options)
         for text in (None, still, "plateau(metric=loss, better=more, factor=0.1, patience=0, threshold=0.99)")
     )
-    assert (held.parameters_sha256, held.loss) == (free.parameters_sha256, free.loss)
+    assert held.parameters_sha256 == free.parameters_sha256
+    assert held.loss == pytest.approx(free.loss, rel=1e-12)  # scored in other batches
     assert moved.parameters_sha256 != free.parameters_sha256
 
 

@@ -11,7 +11,7 @@ import pytest
 import polytempo as pt
 from laws.catalogue import ROWS, Row
 from laws.codecs import ROWS as CODEC_ROWS
-from polytempo import strategies
+from polytempo import federated, strategies
 from polytempo.cli.look.strategies import described, source_in
 from polytempo.cli.main import app
 from polytempo.core import Strategy
@@ -110,10 +110,11 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     entries = json.loads(capsys.readouterr().out)
     names = {
         kind: [entry["name"] for entry in entries if entry["kind"] == kind]
-        for kind in ("strategy", "codec", "wire route")
+        for kind in ("strategy", "strategy of clients", "codec", "wire route")
     }
     assert names == {
         "strategy": [*sorted(strategies.__all__), "then"],
+        "strategy of clients": sorted(federated.strategies.__all__),
         "codec": sorted(CODECS),
         "wire route": ["all_gather", "reduce_scatter"],
     }
@@ -127,7 +128,8 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
-    assert len(first) == len(strategies.__all__) + 1 + len(CODECS) + 2 + 3  # `then`, two headings, the last lines
+    named = [*strategies.__all__, "then", *federated.strategies.__all__, *CODECS, "all_gather", "reduce_scatter"]
+    assert len(first) == len(named) + 3 + 1  # three headings, the last lines
     assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
