@@ -114,7 +114,7 @@ def test_every_strategy(row: Row) -> None:
         for text in (None, still, "plateau(metric=loss, better=more, factor=0.1, patience=0, threshold=0.99)")
     )
     assert held.parameters_sha256 == free.parameters_sha256
-    assert held.loss == pytest.approx(free.loss, rel=1e-12)  # scored in other batches
+    assert held.loss == pytest.approx(free.loss, rel=1e-12)  # the score is a sum in another order
     assert moved.parameters_sha256 != free.parameters_sha256
 
 
