@@ -132,6 +132,7 @@ NARROWER = {
     ("attach", "seed"): "int | None",  # None: random numbers are the program's own
     ("attach", "on_drift"): "OnDrift",
     ("pipeline", "on_drift"): "Literal['stop', 'ignore']",
+    ("pipeline", "schedule"): "Schedule | Strategy | str",  # of stages
     ("launch", "timeout_s"): "float | None",  # None: no limit
     ("elastic", "min_workers"): "int",
     ("lbfgs", "data"): "Path | None",
