@@ -252,7 +252,7 @@ def loop(world: ProcessWorld, strategy: Strategy, accumulate: int, texts_of_it: 
     return found
 
 
-CLIP = 0.4
+CLIP = 0.1
 EVEN = [*texts()[:24], *texts()[:24]]
 """Two steps of 24 texts an epoch, so a loop's micro-batches are parts of a step."""
 
