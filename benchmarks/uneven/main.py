@@ -1,4 +1,4 @@
-"""Batches by speed on real processes: two workers, of which the second computes every sample twice.
+"""Batches by speed on real processes: two workers. The second computes every sample twice.
 
 `python benchmarks/uneven/main.py` prints seconds a step with equal parts and with balance="speed". Work, not sleep,
 makes the second worker slow, in proportion to its samples. Steps are timed from step 40 on, when parts have settled.
