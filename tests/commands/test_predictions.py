@@ -26,7 +26,7 @@ from polytempo.compression import feedback, one_bit, through
 from polytempo.core import Port
 from polytempo.engines.local_engine import launch
 from polytempo.jobs import find
-from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
+from polytempo.runs.calibration.kernel_samples import ON_HOST, _around, _exchanges, _passes, _perceptron
 from polytempo.runs.calibration.link_samples import collectives, links
 from polytempo.runs.calibration.server_samples import _job, pushes
 from polytempo.runs.frame.job_memory import estimated, measured_bytes
@@ -175,13 +175,15 @@ def test_a_shard_is_measured_by_its_pushes() -> None:
 
 
 def test_samples_name_the_kernels_that_are_charged() -> None:
-    passes = {use.kernel for sample in _passes(_perceptron((8, 4, 10)), (2, 8)) for use in sample.uses}
+    passes = {use.kernel for sample in _passes(_perceptron((8, 4, 10)), (2, 8), ON_HOST) for use in sample.uses}
     assert passes == {"product", "elementwise", "view", "operator"}
-    kernels = [sample.uses[0].kernel for sample in _around(_perceptron((8, 4, 10)), torch.optim.Adam, (2, 8))]
+    kernels = [sample.uses[0].kernel for sample in _around(_perceptron((8, 4, 10)), torch.optim.Adam, (2, 8), ON_HOST)]
     assert sorted(kernels) == ["check", "copy", "scale", "update Adam"]
-    coded = {use.kernel for s in _exchanges(through(feedback(one_bit()), exact_below=0), (8, 8)) for use in s.uses}
+    coded = {
+        use.kernel for s in _exchanges(through(feedback(one_bit()), exact_below=0), (8, 8), ON_HOST) for use in s.uses
+    }
     assert coded == {"encode feedback(one_bit())", "decode feedback(one_bit())"}
-    parts = {use.kernel for sample in _exchanges(low_rank(1, exact_below=0), (8, 8)) for use in sample.uses}
+    parts = {use.kernel for sample in _exchanges(low_rank(1, exact_below=0), (8, 8), ON_HOST) for use in sample.uses}
     assert parts == {"low_rank project", "low_rank answer", "low_rank settle"}
     assert Cluster(Link(0, 1)).speeds is None, "a declared cluster has none of these"
 

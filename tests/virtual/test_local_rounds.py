@@ -69,7 +69,7 @@ class Storm:
         if self.forgets:
             after.pop("left", None)
         for each, samples in survivors:
-            self.account.add(each.counted(place, after, self.count))
+            self.account.add(each.counted(place, after))
             for epoch, sample in samples:
                 self.used[epoch][sample] += 1
         self.shard.load_state_dict(json.loads(json.dumps(after)))
