@@ -26,6 +26,10 @@ OWN_ROUTES = [row for row in ROWS if "native" not in label(row) and row.make().o
     Row("diloco", lambda: strategies.diloco(period=5, route=collectives.ring)),
     Row("parameter_averaging", lambda: strategies.parameter_averaging(period=3, route=collectives.halving_doubling)),
     Row("post_local_sgd", lambda: strategies.post_local_sgd(6, 4, route=collectives.star)),
+    Row(
+        "islands",
+        lambda: strategies.islands(strategies.sync_sgd(collectives.tree), strategies.diloco(5, route=collectives.ring)),
+    ),
     Row("delayed_sgd", lambda: strategies.delayed_sgd(delay=1, route=collectives.tree)),
     Row("slowmo", lambda: strategies.slowmo(period=5, route=collectives.ring)),
 ]

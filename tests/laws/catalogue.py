@@ -65,6 +65,12 @@ ROWS = [
         meets=lambda step: step <= 6 or (step - 6) % 4 == 0,
     ),
     Row("diloco", lambda: s.diloco(period=5), alone="diloco", meets=lambda step: step % 5 == 0),
+    Row("islands", lambda: s.islands(outer=s.diloco(period=5)), alone="diloco", meets=lambda step: step % 5 == 0),
+    Row(
+        "islands",
+        lambda: s.islands(outer=s.local_sgd(period=4, route=collectives.ring)),
+        meets=lambda step: step % 4 == 0,
+    ),
     Row("gossip", s.gossip),
     Row("gossip", lambda: s.gossip(aggregation.exponential_graph)),
     Row("gossip", lambda: s.gossip(aggregation.random_pairs(seed=3), period=2)),

@@ -44,6 +44,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
     "local": lambda: s.local_sgd(period=3),
     "post_local": lambda: s.post_local_sgd(switch_step=2, period=2),
     "diloco": lambda: s.diloco(period=3, outer_lr=0.7, outer_momentum=0.9),
+    "islands": lambda: s.islands(outer=s.diloco(period=3)),
     "slowmo": lambda: s.slowmo(period=3),
     "adasum": s.adasum,
     "gossip": s.gossip,

@@ -35,6 +35,8 @@ MORE = [
     Row("a merge of codes", lambda: Strategy("own", c.through(c.int8(), aggregation.median))),
     Row("entropy", lambda: Strategy("own", c.through(c.feedback(c.top_k(0.1, entropy=True))))),
     Row("two exchanges", lambda: Strategy("own", aggregation.mean(), aggregation.mean(collectives.halving_doubling))),
+    Row("islands", lambda: s.islands(s.top_k_sgd(0.1), s.local_sgd(2, codec=c.feedback(c.top_k(0.1))))),
+    Row("islands", lambda: s.islands(s.power_sgd(1, exact_below=0), s.slowmo(period=3), number=3)),
     Row("hierarchies", lambda: s.sync_sgd(collectives.hierarchical(collectives.tree))),
     Row("a late one", lambda: s.post_local_sgd(switch_step=3, period=3, route=collectives.ring)),
 ]
@@ -159,7 +161,9 @@ def test_with_values_it_is_the_same_or_the_most(row: Row) -> None:
 @every_row
 def test_what_is_remembered_is_what_a_state_holds(row: Row) -> None:
     said = explained(row.make(), 5).memory_bytes
-    assert run(row, SLOW, 5, meta=False).held == [said] * 5
+    held = run(row, SLOW, 5, meta=False).held
+    assert max(held) == said
+    assert row.name == "islands" or min(held) == said, "only the first worker of an island holds a residual back"
 
 
 @every_row

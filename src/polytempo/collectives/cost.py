@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from polytempo.collectives.halving import halving_doubling
 from polytempo.collectives.hierarchy import Hierarchical
 from polytempo.collectives.invariant import Invariant
+from polytempo.collectives.islands import OnIslands
 from polytempo.collectives.ring import ring, ring_price
 from polytempo.collectives.tree import num_pieces, star, tree
 from polytempo.core import Route, Sent, native
-from polytempo.core.cost import route_name
+from polytempo.core.cost import at_once, route_name
 
 
 def sum_cost(route: Route, hosts: Sequence[int], numel: int, itemsize: int) -> Sent:
@@ -24,6 +25,8 @@ def sum_cost(route: Route, hosts: Sequence[int], numel: int, itemsize: int) -> S
         return Sent()
     if isinstance(route, Hierarchical):
         return _hierarchical(route, hosts, numel, itemsize)
+    if isinstance(route, OnIslands):
+        return at_once([sum_cost(route.route, group, numel, itemsize) for group in route.groups(hosts)])
     if isinstance(route, Invariant):
         route.check(len(hosts))
         return _invariant(len(hosts), numel, itemsize)
@@ -84,14 +87,8 @@ def _star(num_ranks: int, numel: int, itemsize: int) -> Sent:
 
 def _hierarchical(route: Hierarchical, hosts: Sequence[int], numel: int, itemsize: int) -> Sent:
     ranks_of = Counter(hosts)
-    inside = [_tree(num_ranks, numel, itemsize) for num_ranks in ranks_of.values() if num_ranks > 1]
-    outside = sum_cost(route.between, list(ranks_of), numel, itemsize)
-    return Sent(
-        sum(each.messages for each in inside) + outside.messages,
-        sum(each.payload_bytes for each in inside) + outside.payload_bytes,
-        busiest_bytes=max((each.busiest_bytes for each in inside), default=0) + outside.busiest_bytes,
-        rounds=max((each.rounds for each in inside), default=0) + outside.rounds,
-    )
+    inside = at_once([_tree(num_ranks, numel, itemsize) for num_ranks in ranks_of.values() if num_ranks > 1])
+    return inside.plus(sum_cost(route.between, list(ranks_of), numel, itemsize))
 
 
 _COSTS: dict[Route, Callable[[int, int, int], Sent]] = {

@@ -6,7 +6,7 @@ an exchange where it sends the most bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from polytempo.core.bundle import Bundle
@@ -63,6 +63,17 @@ class Sent(NamedTuple):
     def plus(self, other: Sent) -> Sent:
         """One after the other."""
         return Sent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def at_once(groups: Sequence[Sent]) -> Sent:
+    """The messages of groups that talk at the same time."""
+    return Sent(
+        sum(each.messages for each in groups),
+        sum(each.payload_bytes for each in groups),
+        sum(each.metadata_bytes for each in groups),
+        max((each.busiest_bytes for each in groups), default=0),
+        max((each.rounds for each in groups), default=0),
+    )
 
 
 class Sum(NamedTuple):
@@ -143,3 +154,9 @@ def gathered(each: int, num_ranks: int) -> Sent:
     """An all-gather of so many bytes from each rank, as a world performs it."""
     others = num_ranks - 1
     return Sent(num_ranks, num_ranks * others * each, busiest_bytes=others * each, rounds=others)
+
+
+def told(num_bytes: int, num_ranks: int) -> Sent:
+    """A broadcast of so many bytes, as a world performs it: a binomial tree."""
+    levels = (num_ranks - 1).bit_length()
+    return Sent(num_ranks, (num_ranks - 1) * num_bytes, busiest_bytes=levels * num_bytes, rounds=levels)

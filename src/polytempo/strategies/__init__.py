@@ -21,6 +21,7 @@ from polytempo.strategies.hogwild import hogwild
 from polytempo.strategies.hybrid import hybrid
 from polytempo.strategies.int8_sgd import int8_sgd
 from polytempo.strategies.interleaved import interleaved
+from polytempo.strategies.islands import islands
 from polytempo.strategies.local_sgd import local_sgd
 from polytempo.strategies.one_bit_sgd import one_bit_sgd
 from polytempo.strategies.one_f_one_b import one_f_one_b
@@ -68,6 +69,7 @@ __all__ = [
     "hybrid",
     "int8_sgd",
     "interleaved",
+    "islands",
     "local_sgd",
     "one_bit_sgd",
     "one_f_one_b",

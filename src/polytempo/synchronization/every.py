@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -80,6 +81,10 @@ class Timed:
     def has_turn(self, step: int) -> bool:
         """True if the inner transform acts at this step."""
         return self._own_turns.has(step)
+
+    def around(self, change: Callable[[Transform], Transform]) -> Transform:
+        """`change(transform)` on the same steps."""
+        return _timed(replace(self, transform=change(self.transform)))
 
     async def __call__(self, port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
