@@ -259,7 +259,7 @@ def plain(row: Combination, start: Mapping[str, Tensor] | None = None) -> Reache
     copies = [Replica(row, start) for _ in range(row.replicas)]
     anchor = [p.detach().clone().requires_grad_() for p in copies[0].net.parameters()]
     outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
-    together = row.family in ("sync", "backup")
+    together = row.family in ("sync", "backup", "islands")
     for step in range(STEPS):
         batch = batch_of(step, row)
         for rank, copy in enumerate(copies):
@@ -274,8 +274,8 @@ def plain(row: Combination, start: Mapping[str, Tensor] | None = None) -> Reache
             copy.optimizer.step()
         if together or step % 3 == 2:
             _meet(copies, parameters=not together)
-            if row.family == "diloco":
-                _outer_step(copies, anchor, outer)
+        if row.family in ("diloco", "islands") and step % 3 == 2:
+            _outer_step(copies, anchor, outer)
         for copy in copies:
             copy.take_in(step + 1)
     saved = mean_state(copies)

@@ -44,7 +44,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
     "local": lambda: s.local_sgd(period=3),
     "post_local": lambda: s.post_local_sgd(switch_step=2, period=2),
     "diloco": lambda: s.diloco(period=3, outer_lr=0.7, outer_momentum=0.9),
-    "islands": lambda: s.islands(outer=s.diloco(period=3)),
+    "islands": lambda: s.islands(outer=s.diloco(period=3, outer_lr=0.7, outer_momentum=0.9), number=1),
     "slowmo": lambda: s.slowmo(period=3),
     "adasum": s.adasum,
     "gossip": s.gossip,
@@ -131,8 +131,8 @@ LATE = tuple(layout for layout in STAGED if layout not in WAITING)
 OWN = ("own", "accumulated", "clipped")
 """Loops that a user writes."""
 SERVED = ("backup", "downpour")
-MEET_BY_PARAMETERS = ("local", "post_local", "diloco", "slowmo", "gossip")
-PLAIN = ("sync", "backup", "local", "diloco")
+MEET_BY_PARAMETERS = ("local", "post_local", "diloco", "islands", "slowmo", "gossip")
+PLAIN = ("sync", "backup", "local", "diloco", "islands")
 """Families that `combination_runs.plain` computes."""
 
 Pair = tuple[tuple[str, str | int], tuple[str, str | int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polytempo.aggregation.on_islands import between_islands, within_islands
+from polytempo.collectives.on_islands import between_islands, within_islands
 from polytempo.core import Bundle, Strategy, Transform, call_name
 from polytempo.core.state import nodes
 from polytempo.core.strategy import checked_inner

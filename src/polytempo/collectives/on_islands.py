@@ -41,7 +41,7 @@ def within_islands(transform: Transform, number: int) -> Transform:
         columns = zip_longest(*(one.exchanges for one in each))
         return Cost(tuple(_at_once(column, number) for column in columns), max(one.memory_bytes for one in each))
 
-    return Transform(transform.init, apply, transform.promises, cost, beside)
+    return Transform(transform.init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
 
 
 def between_islands(transform: Transform, number: int) -> Transform:
@@ -61,8 +61,11 @@ def between_islands(transform: Transform, number: int) -> Transform:
 
     async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
         island = inside(port, number)
-        found = await statistics(leaders(port, number), bundle, state) if island.rank == 0 else bundle
-        return bundle.with_flat((await _handed(island, found)).flat)
+        found = await averaging(native)(island, await _shared(island, bundle), None)
+        found.share = None
+        if island.rank == 0:
+            found = await statistics(leaders(port, number), found, state)
+        return await _handed(island, found)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         islands = islands_of(num_ranks, number)
