@@ -65,7 +65,7 @@ def between_islands(transform: Transform, number: int) -> Transform:
         found.share = None
         if island.rank == 0:
             found = await statistics(leaders(port, number), found, state)
-        return await _handed(island, found)
+        return bundle.with_flat((await _handed(island, found)).flat)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         islands = islands_of(num_ranks, number)
