@@ -23,6 +23,9 @@ from laws.test_batch_weights import BATCH, JOB, PAIRS, STEPS, check, plain, simu
 from polytempo import strategies as s
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.data.plan import Shares
+from polytempo.planner.by_speed import parts_by_speed, with_runs_by_speed
+from polytempo.planner.run_price import Pricer
+from polytempo.planner.search_space import SearchSpace
 from polytempo.training.hooks import speed_balance
 from polytempo.worlds import ProcessWorld
 from process.crew import together
@@ -191,6 +194,41 @@ def test_a_rank_that_is_fast_again_has_an_equal_part_again(told: list[Shares]) -
     cluster = pt.cluster.ethernet(stragglers=Slow(steps=24))
     pt.simulate(features(), s.sync_sgd(), 4, cluster=cluster, steps=48, threads=1, balance="speed")
     assert told[::4] == [(31, 30, 30, 21), *[(32, 32, 32, 16)] * 2, (30, 30, 29, 23), *[(28, 28, 28, 28)] * 2]
+
+
+def test_a_plan_prices_parts_by_speed_as_the_simulation_with_values() -> None:
+    cluster = pt.cluster.ethernet(gbit_per_s=1e6, gflops=0.1, stragglers=pt.cluster.slow_host(3, 2.0))
+    runs, _ = SearchSpace(("sync_sgd()", "local_sgd(period=4)"), (1, 4), (28,)).runs()
+    found = with_runs_by_speed(runs, cluster)
+    added = found[2]
+    assert [run for run in found if run not in runs] == [added] == [found[1]._replace(balance="speed")]
+    assert with_runs_by_speed(runs, pt.cluster.ethernet()) == runs
+    assert parts_by_speed(added, cluster) == (32, 32, 32, 16)
+    measured = (seconds(40, slow=True, balance="speed") - seconds(24, slow=True, balance="speed")) / 16
+    price = Pricer(features(), None, cluster).price(added)
+    assert price.step_s == pytest.approx(measured, rel=0.05), "looks at speeds are not priced"
+
+
+def test_data_in_shards_are_dealt_by_speed_too(told: list[Shares], tmp_path: Path) -> None:
+    """A loss that is linear in the weights: an epoch in any order and parts moves them by lr · Σ x / 112, once for each
+    sample."""
+    rows = torch.randn(112 * 32, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pairs = [(row, row.sum()) for row in rows]
+    parts = [pairs[at : at + 300] for at in range(0, len(pairs), 300)]
+    shards = pt.data.InMemoryShards(parts).shuffled(buffer=64, interleave=2)
+    job = replace(
+        features(),
+        model=lambda: nn.Linear(4, 1, bias=False, dtype=torch.float64),
+        data=lambda folder: pt.Data(shards, None),
+        loss=lambda output, target: output.mean(),
+    )
+    cluster = pt.cluster.ethernet(stragglers=Slow())
+    given: dict[str, Any] = {"global_batch_size": None, "cluster": cluster, "steps": 32, "checkpoint_every": 32}
+    equal, by_speed = (
+        simulated(job, s.sync_sgd(), 4, tmp_path / balance, balance=balance, **given) for balance in ("equal", "speed")
+    )
+    assert told[-1] == (32, 32, 32, 16)
+    check(by_speed, equal)
 
 
 @pytest.mark.parametrize("workers", [1, 4])

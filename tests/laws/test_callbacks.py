@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 import polytempo as pt
-from laws import test_served_observation
+from laws import test_plateau, test_served_observation
 from laws.catalogue import ROWS, SERVED, STAGED, Row, label
 from laws.test_observation import TESTS, WORKERS, job
 from polytempo.cluster import Cluster, Crash, Link
@@ -114,6 +114,29 @@ def test_evaluations_and_checkpoints_on_request_change_nothing(row: Row, tmp_pat
     assert (asked.seconds, asked.trace_hash) == (alone.seconds, alone.trace_hash)
     assert "checkpoint" in idle.seen
     assert idle.seen.count("evaluation") >= 2
+
+
+class Moments(pt.callbacks.Callback):
+    """Notes evaluations and checkpoints with their steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_evaluation(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(("evaluation", facts.step))
+
+    def on_checkpoint(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(("checkpoint", facts.step))
+
+
+@pytest.mark.parametrize("ends", [{"epochs": 3}, {"steps": 13}])
+def test_an_epochs_last_checkpoint_comes_behind_its_score(ends: dict[str, int], tmp_path: Path) -> None:
+    """Otherwise a resumed run would lack that evaluation in the states of its callbacks."""
+    moments = Moments()
+    given: dict[str, Any] = {"threads": 1, "checkpoint_every": 5, "out": tmp_path, "callbacks": [moments]}
+    pt.simulate(test_plateau.JOB, "sync_sgd()", 2, **ends, **given)
+    last = 15 if "epochs" in ends else 13
+    assert moments.seen == [(kind, step) for step in (5, 10, last) for kind in ("evaluation", "checkpoint")]
 
 
 def test_an_evaluation_at_a_server_is_refused() -> None:

@@ -233,6 +233,30 @@ def test_init_writes_a_job_that_trains_a_table(
     assert "exists; --force overwrites it" in error
 
 
+@pytest.mark.parametrize(
+    ("target", "model", "loss"),
+    [
+        ("kind", "inputs = 3, outputs = 3", "cross_entropy"),
+        ("price", "inputs = 4, outputs = 1", "mse_loss"),
+    ],
+)
+def test_init_writes_a_job_of_json_lines(
+    target: str, model: str, loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in range(2):
+        rows = [{"at": [n, 2], "name": "a", "price": n / 2, "kind": n % 3} for n in range(8)]
+        (tmp_path / f"part-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = tmp_path / "job.toml"
+    data, test = str(tmp_path / "part-*.jsonl"), str(tmp_path / "part-1.jsonl")
+    said, _ = asked(capsys, "init", data, "--target", target, "--test", test, "--out", str(made))
+    assert said.startswith(f"{made}: 16 samples to learn from, 8 to measure with\n")
+    assert 'path = "part-*.jsonl", test_path = "part-1.jsonl"' in made.read_text()
+    assert model in made.read_text()
+    assert f'loss = "{loss}"' in made.read_text()
+    found = pt.simulate(str(made), "sync_sgd", 2, batch_size=4, epochs=1)
+    assert (found.steps, found.loss is None) == (2, False)
+
+
 def test_init_writes_a_job_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     colours(tmp_path / "pictures")
     asked(capsys, "init", str(tmp_path / "pictures"), "--out", str(tmp_path / "job.toml"), "--force")
@@ -248,6 +272,10 @@ def test_init_writes_a_job_of_pictures(tmp_path: Path, capsys: pytest.CaptureFix
         (["nothing"], "there is no such file or folder; name a CSV table"),
         (["t.csv", "--target", "x"], "--target x: t.csv has no such column; its columns are size, colour, kind"),
         (["."], "has pictures of 0 classes; put them into folders"),
+        (["t.csv", "--test", "t.csv"], "--test: a CSV table and a folder of pictures are split by the job"),
+        (["t.jsonl", "--target", "x"], "--target x: t.jsonl has no such column; its columns are a, b"),
+        (["t.jsonl"], "t.jsonl: no column but b has numbers"),
+        (["t.jsonl", "--target", "a"], "--target a: the column has values other than numbers"),
         (["t.csv", "--out", "job.py"], "--out job.py: must end with .toml"),
         (["t.csv", "--strategy", "local"], "there is no strategy 'local'"),
     ],
@@ -261,6 +289,7 @@ def test_mistakes_of_init_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text(TABLE)
+    Path("t.jsonl").write_text('{"a": "x", "b": 1}\n')
     _, error = asked(capsys, "init", *arguments, code=2)
     assert complaint in error
 

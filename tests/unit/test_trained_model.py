@@ -139,6 +139,33 @@ def test_exported_tensors_load_without_us(form: str, tied: Path) -> None:
     assert fresh.first.weight is fresh.last.weight
 
 
+class Adapted(nn.Module):
+    """A model with an adapter, which peft would merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(64, 10).requires_grad_(False), nn.Linear(64, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.adapter(x)
+        return y
+
+    def merge_and_unload(self) -> nn.Module:
+        """The base model, changed in place."""
+        self.base.weight.data += self.adapter.weight
+        return self.base
+
+
+def test_an_adapter_is_exported_within_the_weights(tmp_path: Path) -> None:
+    made = replace(job, model=Adapted, name="adapted")
+    pt.simulate(made, s.sync_sgd(), workers=2, steps=2, checkpoint_every=2, out=tmp_path)
+    trained, x, base = trained_model(made, tmp_path), torch.randn(3, 64), nn.Linear(64, 10)
+    for form in ("safetensors", "torch"):
+        file = str(trained.export(form))
+        base.load_state_dict(load_file(file) if form == "safetensors" else torch.load(file, weights_only=True))
+        torch.testing.assert_close(base(x), trained.model(x))
+
+
 def test_a_model_of_hugging_face_is_saved_by_itself(tied: Path) -> None:
     folder = trained_model(TIED, tied).export("hf")
     assert (folder, [each.name for each in Path(str(folder)).iterdir()]) == (tied / "hf", ["config.json"])

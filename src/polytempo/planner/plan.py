@@ -83,6 +83,7 @@ class RunPlan(NamedTuple):
             "workers": run.workers,
             "batch_size": run.batch_size,
             "global_batch_size": run.global_batch,
+            "balance": run.balance,
             "hosts": found.hosts,
             "seconds": found.seconds,
             "low_s": found.low_s,

@@ -12,6 +12,7 @@ from polytempo.cluster import Cluster
 from polytempo.core import Bundle, Strategy
 from polytempo.core.transform import cost_of
 from polytempo.partition.cut import Cut
+from polytempo.planner.by_speed import dealt_by_speed, parts_by_speed
 from polytempo.planner.search_space import PlannedRun
 from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage
 from polytempo.runs.simulated.simulate import simulate
@@ -60,6 +61,8 @@ class Pricer:
         key = (run, rounds, network_factor)
         if key not in self._found:
             cluster = self.cluster if network_factor == 1.0 else faster_network(self.cluster, network_factor)
+            if run.balance == "speed":
+                cluster = dealt_by_speed(run, cluster)
             strategy = parse_strategy(run.strategy)
             options = RunOptions(batch_size=run.batch_size, steps=self._steps(strategy, run.workers, rounds), threads=1)
             meta = not needs_values(strategy, options)
@@ -70,9 +73,11 @@ class Pricer:
 
     def memory_bytes(self, run: PlannedRun) -> int:
         """The estimated memory of a worker with the largest stage. Layers in parts are counted as whole ones."""
-        key = (run.strategy, run.workers, run.batch_size)
+        parts = parts_by_speed(run, self.cluster) if run.balance == "speed" else None
+        batch_size = run.batch_size if parts is None else max(parts)
+        key = (run.strategy, run.workers, batch_size)
         if key not in self._memory:
-            options = RunOptions(batch_size=run.batch_size)
+            options = RunOptions(batch_size=batch_size)
             spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, options)
             self._memory[key] = self._worker_memory(spec).total
         return self._memory[key]

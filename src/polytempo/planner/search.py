@@ -28,6 +28,7 @@ from polytempo.core import PolytempoError
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.device import out_of_memory
+from polytempo.planner.by_speed import with_runs_by_speed
 from polytempo.planner.forecast import DRAWS, RunForecast, Uncertainty, forecast, uncertainty_of
 from polytempo.planner.front import PlanLimits, chance, front, ranked, reversal, runner_up
 from polytempo.planner.plan import RunPlan
@@ -155,7 +156,8 @@ class _Search:
         self.pricer = Pricer(job, data, cluster)
         self._tried_by = Trials(self.pricer.job, None, cluster, until, seed, device)
         self._seed, self._say, self._tell, self._uncertain = seed, say, tell, uncertain
-        self._runs, self.left_out = space.runs()
+        runs, self.left_out = space.runs()
+        self._runs = with_runs_by_speed(runs, cluster)
         self.prices: dict[PlannedRun, RunPrice] = {}
         self._hosts = {run: self.pricer.hosts(run) for run in self._runs}
         self.trials: dict[str, list[SamplesTrial]] = defaultdict(list)

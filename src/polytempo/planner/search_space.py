@@ -6,7 +6,7 @@ strategies   routes, codecs, periods, shards of a parameter server, stages of a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from polytempo.core import Strategy
 from polytempo.runs.frame.arguments import check_workers
@@ -40,6 +40,8 @@ class PlannedRun(NamedTuple):
     """Replicas: workers / workers that hold one model together."""
     family: str = SYNCHRONOUS
     """The strategy of the trials: it needs as many samples, because a route, shard or stage changes none."""
+    balance: Literal["equal", "speed"] = "equal"
+    """"speed": the replicas' parts of a step's samples follow their speeds (`by_speed`)."""
 
     @property
     def global_batch(self) -> int:
@@ -47,7 +49,8 @@ class PlannedRun(NamedTuple):
         return self.models * self.batch_size
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {self.workers} x {self.batch_size}"
+        by_speed = ", by speed" if self.balance == "speed" else ""
+        return f"{self.strategy}, {self.workers} x {self.batch_size}{by_speed}"
 
 
 class LeftOut(NamedTuple):

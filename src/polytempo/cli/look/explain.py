@@ -15,16 +15,21 @@ from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, size
 from polytempo.cli.options.values import count
+from polytempo.cluster import Cluster
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
+from polytempo.planner.by_speed import parts_by_speed, refusal_by_speed
+from polytempo.planner.run_price import Pricer
+from polytempo.planner.search_space import PlannedRun
 from polytempo.runs.simulated.asked_device import here, on_asked_device, on_suited_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulation_checks import needs_values
 from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
+from polytempo.spec.job import Job
 from polytempo.spec.job_calls import model_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
@@ -80,6 +85,8 @@ def explain(asked: ExplainOptions) -> None:
     if times is not None:
         took, share = 1e3 * times["step_s"], times["communication_share"]
         print(f"\na step on {times['cluster']}\n  {took:.3g} ms, {share:.0%} of them in communication")
+        if times["by_speed"] is not None:
+            print(f"  {_by_speed(times['by_speed'])}")
 
 
 def _step_times(strategy: Strategy, workers: int, job: str, cluster: str, device: str) -> dict[str, Any]:
@@ -93,7 +100,26 @@ def _step_times(strategy: Strategy, workers: int, job: str, cluster: str, device
         "cluster": on_suited_device(described, strategy).name,
         "step_s": found.seconds / found.steps,
         "communication_share": found.communication_share,
+        "by_speed": _dealt_by_speed(strategy, workers, made, described),
     }
+
+
+def _dealt_by_speed(strategy: Strategy, workers: int, job: Job, cluster: Cluster) -> dict[str, Any] | None:
+    """A step with balance="speed", or the code of the refusal; None where hosts are equally fast."""
+    run = PlannedRun(strategy.name, workers, job.batch_size, workers // strategy.holders, balance="speed")
+    parts = parts_by_speed(run, cluster)
+    if parts is None:
+        return None
+    if (refusal := refusal_by_speed(strategy)) is not None:
+        return {"refused": refusal.code}
+    return {"parts": parts, "step_s": Pricer(job, None, cluster).price(run).step_s}
+
+
+def _by_speed(found: dict[str, Any]) -> str:
+    if "refused" in found:
+        return f'hosts differ, and balance="speed" is refused ({found["refused"]})'
+    parts = ", ".join(map(str, found["parts"]))
+    return f'with balance="speed": {1e3 * found["step_s"]:.3g} ms; parts of a batch: {parts}'
 
 
 def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:

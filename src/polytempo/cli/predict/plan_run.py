@@ -23,7 +23,7 @@ from polytempo.planner.samples_law import SamplesTrial
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
 from polytempo.planner.worker_limit import CAUSES, WorkerLimit, worker_limit
-from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
+from polytempo.report.pages.plan_page import batch_of, money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.runs import plural
 from polytempo.report.saved_plan import write_plan
@@ -139,6 +139,7 @@ def _commands(asked: PlanOptions, found: RunPlan) -> list[str]:
             [
                 *("polytempo", "train", asked.job, *data, "--workers", str(each.run.workers)),
                 *("--strategy", each.run.strategy, "--batch-size", str(each.run.batch_size), "--until", until),
+                *(("--balance", "speed") if each.run.balance == "speed" else ()),
             ]
         )
         for each in [*best, *found.front]
@@ -156,8 +157,9 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
 
     def told(forecast: dict[str, Any]) -> str:
         times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
+        workers = f"{plural(forecast['workers'], 'worker')} x {batch_of(forecast)}"
         return (
-            f"{names[forecast['strategy']]} on {_size(forecast['workers'], forecast['batch_size'])}: {times[0]} "
+            f"{names[forecast['strategy']]} on {workers}: {times[0]} "
             f"({times[1]} to {times[2]}), {forecast['money']:.3g} {unit}"
         )
 
@@ -208,7 +210,7 @@ def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str],
 
     def told(forecast: RunForecast) -> str:
         run = forecast.run
-        return f"{names[run.strategy]} on {_size(run.workers, run.batch_size)}"
+        return f"{names[run.strategy]} on {plural(run.workers, 'worker')} x {batch_of(run._asdict())}"
 
     said = []
     faster = [each for each in found.front if each.seconds < winner.seconds]
@@ -257,10 +259,6 @@ def _show_limit(limit: WorkerLimit) -> None:
     show_table(("workers", "faster", "dearer", *CAUSES), rows)
 
 
-def _size(workers: int, batch_size: int) -> str:
-    return f"{plural(workers, 'worker')} x {batch_size}"
-
-
 def _too_large(found: RunPlan) -> list[str]:
     """Number of runs beyond the limit of memory."""
     most = found.limits.memory_bytes
@@ -275,7 +273,7 @@ def _show(plain: dict[str, Any], sentences: list[str]) -> None:
     print("\n".join(sentences))
     rows = [
         (
-            *(names[each["strategy"]], str(each["workers"]), str(each["batch_size"])),
+            *(names[each["strategy"]], str(each["workers"]), batch_of(each)),
             *(human_seconds(each[key]) for key in ("seconds", "low_s", "high_s")),
             *(str(each["hosts"]), f"{each['money']:.3g}"),
         )

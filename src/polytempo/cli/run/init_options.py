@@ -14,8 +14,11 @@ from polytempo.spec.table.option import Option
 
 def _there(text: object) -> Path:
     path = Path(str(text))
-    if not path.exists():
-        raise ValueError("there is no such file or folder; name a CSV table with a header, or a folder of pictures")
+    if not (path.exists() or any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))):
+        raise ValueError(
+            "there is no such file or folder; name a CSV table with a header, files of Parquet or JSON lines, or a "
+            "folder of pictures"
+        )
     return path
 
 
@@ -31,7 +34,10 @@ class InitOptions:
     """Options of `polytempo init`."""
 
     data: Annotated[Path, Option(ARGUMENT, "DATA", read=_there)]
-    """A CSV table with a header, or a folder with a folder of pictures for each class."""
+    """A CSV table with a header, files of Parquet or JSON lines ('train/*.parquet'), or a folder with a folder of
+    pictures for each class."""
+    test: Annotated[Path | None, Option(OPTIONS, "DATA", read=_there)] = None
+    """Files of Parquet or JSON lines to measure with. Default: no test set."""
     target: Annotated[str | None, Option(OPTIONS, "COLUMN")] = None
     """The column of a table that is predicted. Default: the last."""
     out: Annotated[Path, Option(OPTIONS, "FILE", read=_toml)] = Path("job.toml")

@@ -113,7 +113,12 @@ def _looks(forecasts: Sequence[Forecast]) -> dict[str, MarkerLook]:
 
 
 def _what(found: Forecast) -> str:
-    return f"{found['strategy']}, {found['workers']} workers x {found['batch_size']}"
+    return f"{found['strategy']}, {found['workers']} workers x {batch_of(found)}"
+
+
+def batch_of(found: Forecast) -> str:
+    """The batch of each worker, in words."""
+    return f"{found['batch_size']}{' by speed' if found.get('balance') == 'speed' else ''}"
 
 
 def _table(plan: Mapping[str, Any], rows: Sequence[Forecast]) -> str:
@@ -123,7 +128,7 @@ def _table(plan: Mapping[str, Any], rows: Sequence[Forecast]) -> str:
     for each in rows:
         times = [human_seconds(each[key]) for key in ("seconds", "low_s", "high_s")]
         memory = f"{each['memory_bytes'] / _MEBIBYTE:,.3g} MiB"
-        cells = [each["workers"], each["batch_size"], *times, each["hosts"], f"{each['money']:.3g}", memory]
+        cells = [each["workers"], batch_of(each), *times, each["hosts"], f"{each['money']:.3g}", memory]
         best = ' class="best"' if each == plan["winner"] else ""
         row = "".join(f"<td{best}>{cell}</td>" for cell in cells)
         lines.append(f"<tr><th>{escape(short_call(each['strategy'], calls))}</th>{row}</tr>")

@@ -68,12 +68,12 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
         if not await _rest_of_epoch(ports, context, meter, clock, log):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
-        if step - scored_step < STEPS_BETWEEN_SCORES and not over:
-            continue  # many workers make short epochs
-        scored_step = step
-        if context.host is not None if over else context.options.eval_every is None:
-            await _score(port, context, clock)  # a checkpoint has the callbacks' states after its evaluation
-        if not _saves_at(context, step):
+        is_due = over or step - scored_step >= STEPS_BETWEEN_SCORES  # many workers make short epochs
+        if is_due:
+            scored_step = step
+            if context.host is not None if over else context.options.eval_every is None:
+                await _score(port, context, clock)  # a checkpoint has the callbacks' states after its evaluation
+        if (is_due or _saves_at(context, step)) and context.saved_step != step:
             await _save(port, context, clock)
     if context.stopped and context.saved_step != context.replica.step:
         await _save(port, context, clock)
@@ -158,7 +158,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if _scores_at(context, before):
             await _score(port, context, clock)
         await _move_rate(port, context, clock)
-        if _saves_at(context, step + 1):
+        if _saves_at(context, step + 1) and not (_ends_epoch(context) or _finished(context)):
             await _save(port, context, clock)
         if _finished(context):
             break
@@ -215,6 +215,11 @@ def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int
 def _saves_at(context: TrainingContext, step: int) -> bool:
     every = context.options.checkpoint_every
     return every is not None and step % every == 0
+
+
+def _ends_epoch(context: TrainingContext) -> bool:
+    """True if the epoch's score comes next."""
+    return context.shard.used == check_length(context.shard)
 
 
 def _scores_at(context: TrainingContext, before: float) -> bool:

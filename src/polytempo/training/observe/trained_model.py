@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,10 @@ class TrainedModel(NamedTuple):
         safetensors   tensors by name, for `safetensors.torch.load_file`; job, strategy and step as metadata
         torch         tensors by name, for `torch.load(file, weights_only=True)`
         onnx          the graph and its weights, for any number of samples; it needs the packages onnx and onnxscript
-        hf            a folder that `from_pretrained` of the model's own class reads
+        hf            a folder that `from_pretrained` of the model's own class reads; of a model of peft the adapter's
+
+        Of a model of peft the first three have the base model, under its own names, with the adapter added to its
+        weights (`merge_and_unload`).
 
         `out`: the file or the folder; by default model.safetensors, model.pt, model.onnx or hf in the run's folder.
         `data`: of the job; ONNX takes its first samples as an example. ValueError where the model has no such form.
@@ -69,10 +73,11 @@ class TrainedModel(NamedTuple):
             return out
         if out.is_dir():
             raise ValueError(f"{out} is a folder; name a file, such as {out / _FILES[form]}")
+        whole = self._replace(model=_merged(self.model))
         if form == "onnx":
-            content = _onnx(self, data)
+            content = _onnx(whole, data)
         else:
-            content = _safetensors(self) if form == "safetensors" else _torch(self.model)
+            content = _safetensors(whole) if form == "safetensors" else _torch(whole.model)
         files.replace(out, content)
         return out
 
@@ -118,6 +123,15 @@ def write_outputs(outputs: Tensor, file: Place) -> None:
 
 
 # ---------------------------------------------------------------------- files for other programs
+
+
+def _merged(model: nn.Module) -> nn.Module:
+    """The base model of a model of peft with its adapter in the weights; another model as it is."""
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    merge: Any = deepcopy(model).merge_and_unload
+    merged: nn.Module = merge()
+    return merged
 
 
 def _safetensors(trained: TrainedModel) -> bytes:

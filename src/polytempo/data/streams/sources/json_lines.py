@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, BinaryIO, final
 
 import msgspec
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.streams.sources.marked_files import MarkedFiles, Raw
-from polytempo.data.streams.sources.sample_values import fields, tensor_values
+from polytempo.data.streams.sources.sample_values import Fields, fields, tensor_values
 from polytempo.data.streams.sources.stream_files import StreamFile, Urls
 
 MAX_LINE_BYTES = 64 << 20
@@ -22,7 +22,7 @@ class JsonLines(MarkedFiles):
 
     reader = "json_lines"
 
-    def __init__(self, urls: Urls, as_tuple: Sequence[str] | None, max_line_bytes: int) -> None:
+    def __init__(self, urls: Urls, as_tuple: Fields | None, max_line_bytes: int) -> None:
         self._as_tuple, self._limit = as_tuple, max_line_bytes
         super().__init__(urls, as_tuple and list(as_tuple))
 
@@ -51,14 +51,15 @@ class JsonLines(MarkedFiles):
         return fields(tensor_values(found), self._as_tuple, raw.url)
 
 
-def json_lines(urls: Urls, *, as_tuple: Sequence[str] | None = None, max_line_bytes: int = MAX_LINE_BYTES) -> JsonLines:
+def json_lines(urls: Urls, *, as_tuple: Fields | None = None, max_line_bytes: int = MAX_LINE_BYTES) -> JsonLines:
     """Samples from files of JSON lines: a dict for each line that is not blank, a shard for each file.
 
         source = pt.data.json_lines("corpus/*.jsonl")
         source = pt.data.json_lines("s3://bucket/part-{000..299}.jsonl.gz", as_tuple=("text", "label"))
 
     `urls`: paths or URLs of fsspec, patterns, ranges, or a list of these. Numbers and lists of numbers become tensors
-    (int64, torch's default floating type, bool); text stays `str`. `as_tuple`: samples are tuples of these fields.
+    (int64, torch's default floating type, bool); text stays `str`. `as_tuple`: samples are tuples of these fields; a
+    list of fields in it becomes one vector of torch's default floating type, as `(["age", "height"], "label")`.
 
     Cost: one pass over each file the first time, which notes the place of a line every 64 KiB; the cache folder
     (`$POLYTEMPO_CACHE`) keeps these places for files above 1 MiB. A range of a shard then reads its own bytes and at

@@ -13,7 +13,7 @@ from polytempo.core.calls.refusals import Incompatible, refuse
 from polytempo.data.streams.sharded_data import ShardedData
 from polytempo.data.streams.sources.arrow_rows import arrow_rows
 from polytempo.data.streams.sources.kept_index import KEPT_FROM_BYTES, PartToCount, counted
-from polytempo.data.streams.sources.sample_values import check_columns, fields
+from polytempo.data.streams.sources.sample_values import Fields, check_columns, fields, single
 from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, library, opened
 
 ROWS_AT_ONCE = 1024
@@ -33,9 +33,9 @@ class Footer(msgspec.Struct, frozen=True):
 class Parquet(ShardedData):
     """The source that `parquet` makes."""
 
-    def __init__(self, urls: Urls, columns: Sequence[str] | None, as_tuple: Sequence[str] | None) -> None:
+    def __init__(self, urls: Urls, columns: Sequence[str] | None, as_tuple: Fields | None) -> None:
         library("pyarrow.parquet", "parquet", "parquet")
-        self._columns = list(columns or as_tuple or ()) or None
+        self._columns = list(columns or single(as_tuple or ())) or None
         self._as_tuple = None if as_tuple is None else tuple(as_tuple)
         files = find_files(urls)
         self._footers = counted(
@@ -119,14 +119,15 @@ def _decoding(file: StreamFile) -> Iterator[None]:
         refuse({"data source", "damaged file"}, url=file.url, problem=str(error))
 
 
-def parquet(urls: Urls, *, columns: Sequence[str] | None = None, as_tuple: Sequence[str] | None = None) -> Parquet:
+def parquet(urls: Urls, *, columns: Sequence[str] | None = None, as_tuple: Fields | None = None) -> Parquet:
     """Samples from Parquet files: a dict for each row, a shard for each row group. Needs `polytempo[parquet]`.
 
         source = pt.data.parquet("s3://bucket/corpus/*.parquet", columns=["input_ids"])
         source = pt.data.parquet("table.parquet", as_tuple=("features", "label"))
 
     `urls`: paths or URLs of fsspec, patterns, ranges, or a list of these. `columns`: the columns that are read (None:
-    all). `as_tuple`: samples are tuples of these columns, and only these are read.
+    all). `as_tuple`: samples are tuples of these columns, and only these are read; a list of columns in it becomes one
+    vector of torch's default floating type, as in `as_tuple=(["age", "height"], "label")`.
 
     Numbers become tensors of the column's type, and lists of numbers tensors of one dimension; text is `str`, binary
     `bytes`; a column with nulls and every other type has Python's values.
