@@ -35,6 +35,22 @@ def test_two_free_workers_and_an_epoch_of_three() -> None:
     assert crowd.scheduler.finished
 
 
+def test_runs_of_two_workers_and_an_epoch_of_seven() -> None:
+    crowd = free(7, 14, 2, run=9)  # at most an epoch's part of a worker
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1), crowd.ask(0, 1)] == [
+        "train 0",
+        "train 3",
+        "train 4",
+        "train 1",
+    ]
+    assert [crowd.ask(1, 1), crowd.ask(1, 1)] == ["train 5", "train 6"], "the epoch's last run is shorter"
+    assert crowd.ask(1, 1) == "train 2", "the rest of the other worker's run"
+    assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 7", "train 10"]
+    crowd.lose(0)
+    assert [crowd.ask(1, 1), crowd.ask(1, 1), crowd.ask(1, 1)] == ["again 7", "train 11", "train 12"]
+    assert [crowd.ask(1, 1), crowd.ask(1, 1)] == ["train 8", "train 9"], "the lost worker's run"
+
+
 def test_evenly_each_place_has_its_own_batches() -> None:
     crowd = even(6, 6, 3)
     assert [crowd.ask(2), crowd.ask(2, 1), crowd.ask(2, 1)] == ["train 2", "train 5", None]

@@ -29,10 +29,10 @@ def test_every_ticket_is_done_once_whatever_happens(
     rng = random.Random(seed)
     batches = steps * workers
     tickets = batches * epochs
-    warm = 0 if deals == "evenly" else rng.randrange(4)
+    warm, run = 0 if deals == "evenly" else rng.randrange(4), rng.randint(1, 4)
 
     def make() -> BatchScheduler:
-        return BatchScheduler(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5))
+        return BatchScheduler(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5), run=run)
 
     crowd = Crowd(make(), range(workers))
     for _ in range(rng.randrange(120)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from copy import copy
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from polytempo.data.batches import Batches
 from polytempo.data.sample_account import SampleAccount, counted_by_epoch
 from polytempo.data.shard import DataShard
 from polytempo.data.spans import PlaceSpan
 from polytempo.data.streams.lanes import Lanes
 from polytempo.data.streams.order import StreamOrder
 from polytempo.data.streams.sharded_data import InMemoryShards, ShardedData
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.training.elastic.local_round import LocalRound, met
 from some_cases import examples
 
@@ -220,6 +224,29 @@ def test_a_batch_that_grows_and_parts_by_speed_deal_the_rest_again() -> None:
     rest = steps_of(shards)
     assert [len(batch) for batch in rest[0]] == [10, 2]
     assert seen(steps + rest) == list(range(110))
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_workers_of_a_server_read_the_data_once(workers: int) -> None:
+    data = Blocks([400] * 12, block=1).shuffled(buffer=400, interleave=4)
+    batches = [Batches(copy(data), size=workers, batch_size=10, seed=5) for _ in range(workers)]
+    readers = [each._source.dataset for each in batches]
+    scheduler = BatchScheduler(len(batches[0]), len(batches[0]), "freely", workers, run=batches[0].run)
+    held: dict[int, list[int]] = {worker: [] for worker in range(workers)}
+    found: list[int] = []
+    for worker in held:
+        scheduler.join(worker, 0)
+    draw, asked = Random(3), 0
+    while not scheduler.finished:
+        worker, asked = draw.randrange(workers), asked + 1
+        deal = scheduler.ask(worker, 0, asked, held[worker])
+        held[worker] = []
+        for each in [*([] if deal is None else [deal]), *scheduler.due()]:
+            for ticket in each.tickets:
+                held[each.worker].append(ticket.number)
+                found += batches[each.worker].at(ticket.epoch, ticket.batch).tolist()
+    assert sorted(found) == list(range(4800))
+    assert sum(each.read_rows for each in readers) <= 1.1 * 4800
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -61,9 +61,11 @@ class Batches:
         self.size, self.seed, self.deals = size, seed, deals
         self.batch_size, self.num_samples = self._source.batch_size, len(dataset)
         self._reader: PlaceReader | None = None
+        self.run = 1
+        """Batches in a row that one worker reads without reading anything twice."""
         if isinstance(dataset, ShardedData):  # windows of whole batches
-            window = max(1, dataset.reading.window // self.batch_size) * self.batch_size
-            self._reader = PlaceReader(dataset, seed, window if self._source.shuffle else 0)
+            self.run = max(1, dataset.reading.window // self.batch_size)
+            self._reader = PlaceReader(dataset, seed, self.run * self.batch_size if self._source.shuffle else 0)
 
     def on(self, device: torch.device | None) -> Batches:
         """The same batches, moved to `device`."""

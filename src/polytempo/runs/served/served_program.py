@@ -147,7 +147,7 @@ class ServedProgram:
         check_goals(self.spec.job, self.spec.options, has_test=self.scores)
         if self.plan.service.reassigns is not None:  # every worker cuts a share of every step into slices
             check_enough(self.batches.num_samples, self.batches.size)
-        return self.plan.scheduler(len(self.batches), self._num_tickets)
+        return self.plan.scheduler(len(self.batches), self._num_tickets, run=self.batches.run)
 
     @property
     def points(self) -> ScorePoints:

@@ -47,7 +47,7 @@ from typing import Literal
 
 from polytempo.core.arithmetic.ranges import Range, Ranges
 from polytempo.server.coordinator.saved_schedule import decoded, encoded, remaining
-from polytempo.server.coordinator.supply import Evenly, Freely, Supply
+from polytempo.server.coordinator.supply import Evenly, Freely, InRuns, Supply
 from polytempo.server.message import Deal, Order, Ticket
 
 
@@ -85,8 +85,9 @@ class BatchScheduler:
         most_held: int = 2,
         rests: bool = False,
         pauses: bool = False,
+        run: int = 1,
     ) -> None:
-        """`most_held`: how many unfinished tickets a worker may have.
+        """`most_held`: how many unfinished tickets a worker may have. `run`: consecutive tickets of a worker, "freely".
 
         `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`. `pauses`: see above.
         """
@@ -99,7 +100,9 @@ class BatchScheduler:
             _check_even(batches_per_epoch, num_tickets, workers, warm_start)
         self.batches_per_epoch, self.num_tickets, self.deals = batches_per_epoch, num_tickets, deals
         self._warm_start, self._most_held = warm_start, most_held
-        self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
+        run = min(run, max(1, batches_per_epoch // workers))
+        freely: Supply = Freely() if run == 1 else InRuns(run, batches_per_epoch)
+        self._supply = freely if deals == "freely" else Evenly(workers)
         self._workers: dict[int, _Worker] = {}
         self._waiting: set[int] = set()  # workers with an open ask
         self._lives: dict[int, int] = {}

@@ -1,6 +1,9 @@
 """The order in which tickets are dealt for the first time, and the next ticket of each worker.
 
 freely    0 1 2 3 4 5 …           the next one to any worker that asks
+in runs   worker 0:  0 1 2 9 …      runs of consecutive tickets, here 3; at the end of an epoch a worker without a run
+          worker 1:  3 4 5 …        takes the second half of the longest one
+          worker 2:  6 7 8 …
 evenly    place 0:  0 3 6 …       W places, here 3; place i has the tickets step · W + i, in order
           place 1:  1 4 7 …
           place 2:  2 5 8 …       the tickets of an empty place go to the others, marked `reassigned`
@@ -62,6 +65,65 @@ class Freely:
             return None
         self.frontier += 1
         return Fresh(self.frontier - 1)
+
+    def skip_to(self, frontier: int) -> list[int]:
+        """Go on from `frontier`."""
+        self.frontier = frontier
+        return []
+
+
+class InRuns:
+    """Runs of consecutive tickets, one for each worker at a time, for data that are read in stretches.
+
+    All tickets of an epoch (`epoch` tickets) are dealt before the next epoch begins, and no run is in two epochs.
+    """
+
+    uneven = False
+
+    def __init__(self, length: int, epoch: int) -> None:
+        self.frontier = 0
+        self._length, self._epoch = length, epoch
+        self._runs: dict[int, range] = {}  # of each worker: the tickets that it has not had yet
+        self._left: list[range] = []  # of workers that are lost
+
+    def join(self, worker: int) -> None:
+        """Changes nothing: a worker has a run from its first ticket on."""
+
+    def lose(self, worker: int) -> None:
+        """The rest of the worker's run goes to another one."""
+        if run := self._runs.pop(worker, None):
+            self._left.append(run)
+
+    def take(self, worker: int, end: int) -> Fresh | None:
+        """The next ticket of its run, or of another one."""
+        run = self._runs.pop(worker, None) or self._next(end)
+        if not run:
+            return None
+        self._runs[worker] = run[1:] if run[0] < end else run
+        return Fresh(run[0]) if run[0] < end else None
+
+    def _next(self, end: int) -> range:
+        """A lost worker's run, fresh tickets of this epoch, the half of a run, or fresh ones of the next epoch."""
+        if first := min((run for run in self._left if run[0] < end), key=lambda run: run[0], default=None):
+            self._left.remove(first)
+            return first
+        ends = self.frontier % self._epoch == 0 or self.frontier >= end
+        if ends and (half := self._half(end)):
+            return half
+        stop = min(self.frontier + self._length, (self.frontier // self._epoch + 1) * self._epoch, end)
+        fresh = range(self.frontier, max(self.frontier, stop))
+        self.frontier = fresh.stop
+        return fresh
+
+    def _half(self, end: int) -> range:
+        """The second half of the longest run below `end`, which its worker loses."""
+        there = {worker: run for worker, run in self._runs.items() if run and run[-1] < end}
+        worker = max(there, key=lambda each: len(there[each]), default=None)
+        if worker is None:
+            return range(0)
+        run = there[worker]
+        self._runs[worker] = run[: len(run) // 2]
+        return run[len(run) // 2 :]
 
     def skip_to(self, frontier: int) -> list[int]:
         """Go on from `frontier`."""

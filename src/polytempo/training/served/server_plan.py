@@ -212,8 +212,10 @@ class ServerPlan:
             first_worker=first,
         )
 
-    def scheduler(self, batches_per_epoch: int, num_tickets: int, *, pauses: bool = False) -> BatchScheduler:
-        """Deals so many batches. `pauses`: after each epoch (see `BatchScheduler`)."""
+    def scheduler(
+        self, batches_per_epoch: int, num_tickets: int, *, pauses: bool = False, run: int = 1
+    ) -> BatchScheduler:
+        """Deals so many batches. `pauses`: after each epoch; `run`: see `Batches.run`."""
         service = self.service
         return BatchScheduler(
             batches_per_epoch=batches_per_epoch,
@@ -224,6 +226,7 @@ class ServerPlan:
             most_held=_MOST_HELD,
             rests=service.waits,
             pauses=pauses,
+            run=run,
         )
 
     def coordinator(
