@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,3 +86,37 @@ def test_processes_have_the_numbers_of_the_simulation() -> None:
     virtual = pt.simulate(made, "sync_sgd", 2, epochs=1, seed=4)
     assert (real.steps, real.samples) == (virtual.steps, virtual.samples)
     assert real.loss == pytest.approx(virtual.loss, rel=1e-5)
+
+
+PROGRAM = """
+import json
+import polytempo as pt
+from process.test_stream_data import job, replace, sharded
+
+world = pt.init(quiet=True)
+result = pt.Trainer(replace(job(), data=sharded), "sync_sgd", epochs=1, seed=4).fit()
+batches = pt.shard(sharded(None).train, batch_size=4, seed=4)
+sums = [float(x.sum()) for x, y in batches][: len(batches)]
+print(json.dumps([world.rank, result.steps, result.samples, result.loss, sum(sums)]), flush=True)
+"""
+
+
+def test_torchrun_starts_a_trainer_and_a_loop_on_data_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = sorted(json.loads(line) for line in done.stdout.splitlines())
+    virtual = pt.simulate(replace(job(), data=sharded), "sync_sgd", 2, epochs=1, seed=4)
+    assert [each[:3] for each in ranks] == [[rank, virtual.steps, virtual.samples] for rank in range(2)]
+    assert ranks[0][3] == pytest.approx(virtual.loss, rel=1e-5)
+    everything = sum(float(x.sum()) for x, _ in job().data(None).train)  # type: ignore[attr-defined]
+    assert sum(each[4] for each in ranks) == pytest.approx(everything, abs=1e-3)

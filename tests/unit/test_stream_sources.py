@@ -24,7 +24,8 @@ from PIL import Image
 
 from polytempo import data
 from polytempo.data.streams.sharded_data import ShardedData, runs_of
-from polytempo.data.streams.sources import kept_index, marked_files
+from polytempo.data.streams.sources import kept_index, marked_files, stream_files
+from polytempo.data.streams.sources import parquet as parquet_source
 
 COUNTS = (7, 0, 31, 1)
 """Samples of the files."""
@@ -118,6 +119,31 @@ def test_ranges_are_those_of_a_plain_read(form: str, chosen: list[set[int]], tmp
             wanted = sorted(number for number in numbers_ if number < len(rows))
             found = list(source.read(shard, runs_of(wanted)))
             assert numbers(map(source.decode, found)) == numbers(source.decode(rows[number]) for number in wanted)
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
+def test_workers_read_the_bytes_once(form: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the data they read ends of stretches: buffers, marks and row groups, which are small here."""
+    ending, write, source, column = FORMATS[form]
+    count, read, size = 300, list[int](), 0
+    for part in range(6):
+        content = write(part * count, count)
+        (tmp_path / f"part-{part}.{ending}").write_bytes(content)
+        size += len(content)
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            read.append(found := super().readinto(buffer) or 0)
+            return found
+
+    found = source(str(tmp_path / f"part-*.{ending}"), as_tuple=(column,)).shuffled(buffer=16, interleave=2)
+    monkeypatch.setattr(stream_files, "_bytes_of", lambda fs, path, buffer_bytes: io.BufferedReader(Counted(path), 256))
+    monkeypatch.setattr(parquet_source, "_BUFFER_BYTES", 256)
+    shards = [data.DataShard(found, rank=rank, size=workers, batch_size=4, seed=1) for rank in range(workers)]
+    seen = [int(n) for shard in shards for (batch,) in shard for n in batch[: shard.local_samples]]
+    assert sorted(seen) == list(range(6 * count))
+    assert sum(read) <= 1.1 * size
 
 
 @pytest.mark.parametrize("form", FORMATS)
