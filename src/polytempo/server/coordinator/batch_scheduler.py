@@ -102,7 +102,7 @@ class BatchScheduler:
         self._warm_start, self._most_held = warm_start, most_held
         run = min(run, max(1, batches_per_epoch // workers))
         freely: Supply = Freely() if run == 1 else InRuns(run, batches_per_epoch)
-        self._supply = freely if deals == "freely" else Evenly(workers)
+        self._supply: Supply = freely if deals == "freely" else Evenly(workers)
         self._workers: dict[int, _Worker] = {}
         self._waiting: set[int] = set()  # workers with an open ask
         self._lives: dict[int, int] = {}
