@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -184,4 +185,10 @@ def shard(
         raise ValueError(f"balance={balance!r}: must be one of {', '.join(map(repr, _BALANCES))}")
     if balance == "speed" and inner.num_samples is None:
         refuse({"balance", "stream"})
+    if inner.num_samples is None and data.size > 1 and data.rank == 0:
+        print(
+            f"note: each of {data.size} ranks reads all of this stream; pt.data.counted(stream) makes shards of it, "
+            "which ranks read in parts",
+            file=sys.stderr,
+        )
     return WorldShard(world, inner, data.members, weight, balance)
