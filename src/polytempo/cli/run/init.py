@@ -32,10 +32,10 @@ def init(asked: InitOptions) -> None:
     """Look at the data, and write the file."""
     if asked.out.exists() and not asked.force:
         raise ValueError(f"{asked.out} exists; --force overwrites it, or name another file by --out")
-    reader = next((reader for ending, reader in SHARDS.items() if asked.data.name.endswith(ending)), None)
+    reader = next((reader for ending, reader in SHARDS.items() if asked.files.name.endswith(ending)), None)
     if asked.test is not None and reader is None:
         raise ValueError("--test: a CSV table and a folder of pictures are split by the job; leave --test out")
-    table = _pictures if asked.data.is_dir() else _table
+    table = _pictures if asked.files.is_dir() else _table
     asked.out.write_text(table(asked) if reader is None else _shards(asked, reader))
     data = data_of(job_from_file(asked.out), None)
     num_train, num_test = len(data.train), len(data.test or ())  # type: ignore[arg-type]
@@ -44,10 +44,10 @@ def init(asked: InitOptions) -> None:
 
 
 def _table(asked: InitOptions) -> str:
-    names, rows = read_table(asked.data)
+    names, rows = read_table(asked.files)
     target = asked.target or names[-1]
     if target not in names:
-        raise ValueError(f"--target {target}: {asked.data} has no such column; its columns are {', '.join(names)}")
+        raise ValueError(f"--target {target}: {asked.files} has no such column; its columns are {', '.join(names)}")
     cells = [row[names.index(target)] for row in rows]
     different = len(set(cells))
     are_classes = different <= _FEW or not all(finite_number(cell) is not None for cell in cells)
@@ -55,13 +55,13 @@ def _table(asked: InitOptions) -> str:
         raise ValueError(
             f"--target {target}: the column has {different} different values, and not all are numbers; choose another"
         )
-    split = (csv_classes if are_classes else csv_regression)(asked.data, target)
+    split = (csv_classes if are_classes else csv_regression)(asked.files, target)
     inputs = split.train.tensors[0].shape[1]
     reader, outputs = ("csv_classes", different) if are_classes else ("csv_regression", 1)
     return _file(
         asked,
         f'{{ call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [64, 64] }}',
-        f'{{ call = "{reader}", path = {_path(asked, asked.data)}, target = {_quoted(target)} }}',
+        f'{{ call = "{reader}", path = {_path(asked, asked.files)}, target = {_quoted(target)} }}',
         "cross_entropy" if are_classes else "mse_loss",
     )
 
@@ -69,15 +69,15 @@ def _table(asked: InitOptions) -> str:
 def _shards(asked: InitOptions, reader: str) -> str:
     """Numbers of all columns but the target as one vector. One pass over the target's column finds its kind."""
     read = parquet if reader == "parquet" else json_lines
-    first = next(iter(read(str(asked.data))))
+    first = next(iter(read(str(asked.files))))
     names = list(first)
     target = asked.target or names[-1]
     if target not in names:
-        raise ValueError(f"--target {target}: {asked.data} has no such column; its columns are {', '.join(names)}")
+        raise ValueError(f"--target {target}: {asked.files} has no such column; its columns are {', '.join(names)}")
     numbers = [name for name in names if name != target and isinstance(first[name], Tensor)]
     if not numbers:
-        raise ValueError(f"{asked.data}: no column but {target} has numbers; write the job's data and model by hand")
-    found = [each for (each,) in read(str(asked.data), as_tuple=[target])]
+        raise ValueError(f"{asked.files}: no column but {target} has numbers; write the job's data and model by hand")
+    found = [each for (each,) in read(str(asked.files), as_tuple=[target])]
     if not all(isinstance(each, Tensor) and each.dim() == 0 for each in found):
         raise ValueError(f"--target {target}: the column has values other than numbers; choose another")
     values = torch.stack(found)
@@ -89,18 +89,18 @@ def _shards(asked: InitOptions, reader: str) -> str:
     return _file(
         asked,
         f'{{ call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [64, 64] }}',
-        f'{{ call = "{reader}", path = {_path(asked, asked.data)}{test}, as_tuple = [{kept}] }}',
+        f'{{ call = "{reader}", path = {_path(asked, asked.files)}{test}, as_tuple = [{kept}] }}',
         "cross_entropy" if are_classes else "mse_loss",
     )
 
 
 def _pictures(asked: InitOptions) -> str:
-    train, _ = images(asked.data)
+    train, _ = images(asked.files)
     classes = len(train.classes)
     return _file(
         asked,
         f'{{ call = "convolutional", outputs = {classes} }}',
-        f'{{ call = "images", path = {_path(asked, asked.data)}, size = 64 }}',
+        f'{{ call = "images", path = {_path(asked, asked.files)}, size = 64 }}',
         "cross_entropy",
     )
 

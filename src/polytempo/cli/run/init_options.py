@@ -33,7 +33,7 @@ def _toml(text: object) -> Path:
 class InitOptions:
     """Options of `polytempo init`."""
 
-    data: Annotated[Path, Option(ARGUMENT, "DATA", read=_there)]
+    files: Annotated[Path, Option(ARGUMENT, "DATA", read=_there)]
     """A CSV table with a header, files of Parquet or JSON lines ('train/*.parquet'), or a folder with a folder of
     pictures for each class."""
     test: Annotated[Path | None, Option(OPTIONS, "DATA", read=_there)] = None
