@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +12,8 @@ import pytest
 import polytempo as pt
 from polytempo.runs.elastic.run_elastic import ElasticLauncher
 from polytempo.runs.run_collective import run_collective
+from polytempo.worlds import ProcessWorld
+from process.crew import together
 from process.test_elastic import harm, job, spec_of, told, trains_with
 
 pytestmark = pytest.mark.process
@@ -88,35 +86,17 @@ def test_processes_have_the_numbers_of_the_simulation() -> None:
     assert real.loss == pytest.approx(virtual.loss, rel=1e-5)
 
 
-PROGRAM = """
-import json
-import polytempo as pt
-from process.test_stream_data import job, replace, sharded
+def test_a_trainer_and_a_loop_on_ranks_that_a_launcher_has_started() -> None:
+    """As torchrun starts them."""
 
-world = pt.init(quiet=True)
-result = pt.Trainer(replace(job(), data=sharded), "sync_sgd", epochs=1, seed=4).fit()
-batches = pt.shard(sharded(None).train, batch_size=4, seed=4)
-sums = [float(x.sum()) for x, y in batches][: len(batches)]
-print(json.dumps([world.rank, result.steps, result.samples, result.loss, sum(sums)]), flush=True)
-"""
+    def work(world: ProcessWorld) -> list[float]:
+        result = pt.Trainer(replace(job(), data=sharded), "sync_sgd", epochs=1, seed=4, world=world).fit()
+        batches = pt.shard(sharded(None).train, batch_size=4, seed=4, world=world)
+        return [result.steps, result.samples, result.loss or 0.0, sum(float(x.sum()) for x, _ in batches)]
 
-
-def test_torchrun_starts_a_trainer_and_a_loop_on_data_in_shards(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": tests},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = sorted(json.loads(line) for line in done.stdout.splitlines())
+    ranks = together(2, work)
     virtual = pt.simulate(replace(job(), data=sharded), "sync_sgd", 2, epochs=1, seed=4)
-    assert [each[:3] for each in ranks] == [[rank, virtual.steps, virtual.samples] for rank in range(2)]
-    assert ranks[0][3] == pytest.approx(virtual.loss, rel=1e-5)
+    assert [each[:2] for each in ranks] == [[virtual.steps, virtual.samples]] * 2
+    assert ranks[0][2] == pytest.approx(virtual.loss, rel=1e-5)
     everything = sum(float(x.sum()) for x, _ in job().data(None).train)  # type: ignore[attr-defined]
-    assert sum(each[4] for each in ranks) == pytest.approx(everything, abs=1e-3)
+    assert sum(each[3] for each in ranks) == pytest.approx(everything, abs=1e-3)

@@ -228,7 +228,7 @@ def test_a_batch_that_grows_and_parts_by_speed_deal_the_rest_again() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_workers_of_a_server_read_the_data_once(workers: int) -> None:
-    data = Blocks([400] * 12, block=1).shuffled(buffer=400, interleave=4)
+    data = Blocks([400] * 12, block=1).shuffled(buffer=160, interleave=4)
     batches = [Batches(copy(data), size=workers, batch_size=10, seed=5) for _ in range(workers)]
     readers = [each._source.dataset for each in batches]
     scheduler = BatchScheduler(len(batches[0]), len(batches[0]), "freely", workers, run=batches[0].run)
