@@ -74,7 +74,7 @@ def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 LAYOUTS = [
     *(("gpipe(2, 2)", 4), ("interleaved(2, 2, parts=1)", 2), ("zero_bubble(2, 2)", 2), ("pipedream(2)", 2)),
     *(("ddg(2)", 2), ("one_f_one_b(2, 2, inner=downpour(2, 2))", 4), ("shared_memory()", 3)),
-    *((s.split({"0.up": "column"}, parts=2), 4), ('hybrid("2.up")', 3)),
+    *((s.split({"0.down": "column", "0.up": "row"}, parts=2), 4), ('hybrid("2.up")', 3)),
 ]
 
 
