@@ -10,6 +10,7 @@ import datasets
 import pytest
 import torch
 import webdataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import polytempo as pt
 
@@ -108,3 +109,19 @@ def test_parquet_of_datasets(tmp_path: Path) -> None:
     source = pt.data.parquet(tmp_path / "a.parquet", as_tuple=("n", "ids"))
     seen = [int(n) for n, ids in source if ids.tolist() == [int(n)] * 3]
     assert seen == list(range(41))
+
+
+def test_a_stateful_loader_gives_its_settings_and_goes_on_with_other_workers() -> None:
+    loader = StatefulDataLoader(torch.utils.data.TensorDataset(torch.arange(41)), batch_size=4, shuffle=True)  # type: ignore[var-annotated]
+    shards = [pt.data.DataShard(loader, rank=rank, size=3) for rank in range(3)]
+    seen = []
+    for shard in shards:
+        for _, (batch,) in zip(range(2), shard, strict=False):
+            seen += batch.tolist()
+    place = shards[0].state_dict()
+    for rank in range(2):
+        shard = pt.data.DataShard(loader, rank=rank, size=2)
+        shard.load_state_dict(place)
+        for (batch,) in shard:
+            seen += batch[: shard.local_samples].tolist()
+    assert sorted(seen) == list(range(41))
