@@ -53,7 +53,7 @@ def job() -> pt.Job:
         ("local_sgd(period=2)", 2),
         ("shared_memory()", 2),
         ("async_sgd(shards=2)", 2),
-        ("downpour(period=2)", 2),
+        ("downpour()", 2),
         ("flexrr()", 2),
     ],
 )

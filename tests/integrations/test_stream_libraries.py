@@ -111,6 +111,7 @@ def test_parquet_of_datasets(tmp_path: Path) -> None:
     assert seen == list(range(41))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")
 def test_a_stateful_loader_gives_its_settings_and_goes_on_with_other_workers() -> None:
     loader = StatefulDataLoader(torch.utils.data.TensorDataset(torch.arange(41)), batch_size=4, shuffle=True)  # type: ignore[var-annotated]
     shards = [pt.data.DataShard(loader, rank=rank, size=3) for rank in range(3)]

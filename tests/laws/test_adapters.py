@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from laws.catalogue import ROWS, SERVED, Row
+from polytempo import strategies as s
 from polytempo.runs.frame import run_page
 from some_cases import some_of
 
@@ -73,13 +74,13 @@ def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 LAYOUTS = [
     *(("gpipe(2, 2)", 4), ("interleaved(2, 2, parts=1)", 2), ("zero_bubble(2, 2)", 2), ("pipedream(2)", 2)),
     *(("ddg(2)", 2), ("one_f_one_b(2, 2, inner=downpour(2, 2))", 4), ("shared_memory()", 3)),
-    ('hybrid("2.up")', 3),
+    *((s.split({"0.down": "column", "0.up": "row"}, parts=2), 4), ('hybrid("2.up")', 3)),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "workers"), LAYOUTS, ids=str)
 def test_frozen_parameters_of_parts_are_constants(strategy: Any, workers: int) -> None:
-    """The same of stages, one copy and hybrids."""
+    """The same of stages, split layers, one copy and hybrids."""
     given: dict[str, Any] = {"threads": 1, "steps": 4, "batch_size": 8}
     frozen, constant = (pt.simulate(job(each), strategy, workers, **given) for each in (False, True))
     assert frozen.bytes_sent_per_rank == constant.bytes_sent_per_rank

@@ -25,7 +25,6 @@ from PIL import Image
 from polytempo import data
 from polytempo.data.streams.sharded_data import ShardedData, runs_of
 from polytempo.data.streams.sources import kept_index, marked_files, stream_files
-from polytempo.data.streams.sources import parquet as parquet_source
 
 COUNTS = (7, 0, 31, 1)
 """Samples of the files."""
@@ -122,9 +121,9 @@ def test_ranges_are_those_of_a_plain_read(form: str, chosen: list[set[int]], tmp
 
 
 @pytest.mark.parametrize("workers", [3, 8])
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
+@pytest.mark.parametrize("form", ["jsonl", "tar"])
 def test_workers_read_the_bytes_once(form: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the data they read ends of stretches: buffers, marks and row groups, which are small here."""
+    """Beyond the data they read ends of stretches: buffers and marks, which are small here."""
     ending, write, source, column = FORMATS[form]
     count, read, size = 300, list[int](), 0
     for part in range(6):
@@ -139,7 +138,6 @@ def test_workers_read_the_bytes_once(form: str, workers: int, tmp_path: Path, mo
 
     found = source(str(tmp_path / f"part-*.{ending}"), as_tuple=(column,)).shuffled(buffer=16, interleave=2)
     monkeypatch.setattr(stream_files, "_bytes_of", lambda fs, path, buffer_bytes: io.BufferedReader(Counted(path), 256))
-    monkeypatch.setattr(parquet_source, "_BUFFER_BYTES", 256)
     shards = [data.DataShard(found, rank=rank, size=workers, batch_size=4, seed=1) for rank in range(workers)]
     seen = [int(n) for shard in shards for (batch,) in shard for n in batch[: shard.local_samples]]
     assert sorted(seen) == list(range(6 * count))

@@ -78,7 +78,7 @@ class LoopServer:
         self.events = RunEvents(lambda line: print(f"polytempo: parameter server: {line}", file=sys.stderr, flush=True))
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         each = facts.batches_per_epoch
-        self.scheduler = self.plan.scheduler(each, _MOST_EPOCHS * each, pauses=True)
+        self.scheduler = self.plan.scheduler(each, _MOST_EPOCHS * each, pauses=True, run=facts.in_a_row)
         if facts.epochs_done:
             done = facts.epochs_done * each
             self.scheduler.load(encoded(each, done, ((0, done - 1),)))

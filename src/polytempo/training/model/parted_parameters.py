@@ -83,9 +83,9 @@ def counted_elsewhere(splits: Sequence[SplitModel]) -> list[nn.Parameter]:
 
 
 async def align(splits: Sequence[SplitModel]) -> None:
-    """Take the first rank's values of parameters that all ranks of a model have whole. Cost: one broadcast."""
+    """Take the first rank's values of trained parameters that all ranks of a model have whole. Cost: one broadcast."""
     for split in splits:
-        held = {str(i): p.detach() for i, p in enumerate(split.replicated())}
+        held = {str(i): p.detach() for i, p in enumerate(split.replicated()) if p.requires_grad}
         for group in by_kind(held).values() if split.group.size > 1 else ():
             bundle = Bundle(group).copy()
             first = bundle.with_flat(await split.group.port.broadcast(bundle.flat))

@@ -30,7 +30,7 @@ _MOST_RESTARTS = 20
 LOOP_FORMAT = "polytempo-loop-facts 1"
 _PLAIN = (
     *("strategy", "allow_nan", "batches_per_epoch", "timeout_s", "first_epoch", "servers", "passed_bytes"),
-    *("epochs_done", "generation"),
+    *("epochs_done", "generation", "in_a_row"),
 )
 """Fields that JSON takes as they are."""
 
@@ -64,6 +64,8 @@ class LoopFacts:
     """The epochs that are in those states."""
     generation: int = 0
     """Number of times that a run has gone on from states."""
+    in_a_row: int = 1
+    """See `Batches.run`."""
 
     @property
     def workers(self) -> int:
@@ -143,6 +145,7 @@ def facts_of_loop(
     allow_nan: bool,
     first_epoch: int = 0,
     servers: int = 0,
+    in_a_row: int = 1,
 ) -> LoopFacts:
     """The facts of a loop as it stands. Errors: ValueError for settings that a server does not support."""
     assert strategy.server is not None
@@ -158,6 +161,7 @@ def facts_of_loop(
         running=Running(model).vector(),
         first_epoch=first_epoch,
         servers=servers,
+        in_a_row=in_a_row,
     )
 
 

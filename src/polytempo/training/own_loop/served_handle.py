@@ -88,6 +88,7 @@ class ServedHandle(LoggingHandle):
                 self._strategy,
                 hosts=tuple(world.port.hosts),
                 batches_per_epoch=len(batches),
+                in_a_row=batches.run,
                 timeout_s=self._epochs.timeout_s,
                 allow_nan=self._allow_nan,
                 first_epoch=shard.epoch,
