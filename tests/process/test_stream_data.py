@@ -87,8 +87,6 @@ def test_processes_have_the_numbers_of_the_simulation() -> None:
 
 
 def test_a_trainer_and_a_loop_on_ranks_that_a_launcher_has_started() -> None:
-    """As torchrun starts them."""
-
     def work(world: ProcessWorld) -> list[float]:
         result = pt.Trainer(replace(job(), data=sharded), "sync_sgd", epochs=1, seed=4, world=world).fit()
         batches = pt.shard(sharded(None).train, batch_size=4, seed=4, world=world)

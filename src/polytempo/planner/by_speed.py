@@ -33,7 +33,7 @@ def refusal_by_speed(strategy: Strategy) -> Refusal | None:
 
 
 def with_runs_by_speed(runs: Sequence[PlannedRun], cluster: Cluster) -> list[PlannedRun]:
-    """The runs, and a run by speed for each whose parts would differ on the cluster."""
+    """The runs, each followed by the same run by speed if the cluster would give it unequal parts."""
     found = []
     for run in runs:
         found.append(run)
@@ -62,7 +62,7 @@ def parts_by_speed(run: PlannedRun, cluster: Cluster) -> Shares | None:
 
 
 def dealt_by_speed(run: PlannedRun, cluster: Cluster) -> Cluster:
-    """The cluster on which equal parts take the seconds of the run's parts."""
+    """The cluster, slowed down so that equal parts take the seconds of the run's parts."""
     parts = parts_by_speed(run, cluster)
     if parts is None:
         return cluster
