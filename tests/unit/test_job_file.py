@@ -237,7 +237,7 @@ def test_init_writes_a_job_that_trains_a_table(
     ("target", "model", "loss"),
     [
         ("kind", "inputs = 3, outputs = 3", "cross_entropy"),
-        ("price", "inputs = 4, outputs = 1", "mse_loss"),
+        ("price", "inputs = 3, outputs = 1", "mse_loss"),
     ],
 )
 def test_init_writes_a_job_of_json_lines(
