@@ -149,6 +149,69 @@ def test_fed_nova_is_its_plain_loop() -> None:
     close(trained(fed.fed_nova(4, epochs=2, batch_size=4), 3), plain(3, 4, 2, 4, update))
 
 
+def plain_scaffold(rounds: int, cohort: int, epochs: int, batch_size: int | None) -> list[Tensor]:
+    """Algorithm 1, option II of the paper, weighed by samples."""
+    inputs, labels = data().tensors
+    clients, net = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED), first()
+    theta = [parameter.detach().clone() for parameter in net.parameters()]
+    zeros = [torch.zeros_like(value) for value in theta]
+    server, own = [value.clone() for value in zeros], dict.fromkeys(range(CLIENTS), zeros)
+    for number in range(rounds):
+        chosen = Cohorts(clients, cohort, SEED).order(number).tolist()
+        samples, moved, changed = sum(clients.sizes[k] for k in chosen), zeros, zeros
+        for k in chosen:
+            x = [value.clone().requires_grad_() for value in theta]
+            steps = 0
+            for epoch in range(epochs):
+                order = np.random.default_rng((SEED, number, k, epoch)).permutation(clients.sizes[k])
+                for batch in clients.parts[k][torch.from_numpy(order)].split(batch_size or len(order)):
+                    named = dict(zip(dict(net.named_parameters()), x, strict=True))
+                    output = torch.func.functional_call(net, named, (inputs[batch],))
+                    gradients = torch.autograd.grad(nn.functional.cross_entropy(output, labels[batch]), x)
+                    with torch.no_grad():
+                        for value, g, mine, c in zip(x, gradients, own[k], server, strict=True):
+                            value -= LR * (g - mine + c)
+                    steps += 1
+            y = [value.detach() for value in x]
+            new = [mine - c + (t - v) / (steps * LR) for mine, c, t, v in zip(own[k], server, theta, y, strict=True)]
+            part = clients.sizes[k] / sum(clients.sizes)
+            changed = [s + part * (n - o) for s, n, o in zip(changed, new, own[k], strict=True)]
+            moved = [m + clients.sizes[k] / samples * (t - v) for m, t, v in zip(moved, theta, y, strict=True)]
+            own[k] = new
+        theta = [value - 0.8 * m for value, m in zip(theta, moved, strict=True)]
+        server = [c + s for c, s in zip(server, changed, strict=True)]
+    return theta
+
+
+def test_scaffold_is_its_plain_loop() -> None:
+    close(trained(fed.scaffold(3, epochs=2, batch_size=4, server_lr=0.8), 5), plain_scaffold(5, 3, 2, 4))
+
+
+def test_scaffold_finds_the_common_minimum_where_fed_avg_drifts() -> None:
+    """Clients k have the loss (x - aₖ)² hₖ of one sample each, and the minimum of the mean is Σ hₖ aₖ / Σ hₖ."""
+    curves = TensorDataset(torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0], [-1.0]]).double())
+
+    class Curve(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, steepness: Tensor) -> Tensor:
+            return torch.cat([self.x.expand(len(steepness), 1), steepness], dim=1)
+
+    own = job(
+        model=Curve,
+        data=lambda path: pt.Data(curves, None),
+        loss=lambda output, target: (output[:, 1:] * (output[:, :1] - target) ** 2).mean(),
+        correct=None,
+    )
+    best = torch.tensor([(1 * 2.0 + 3 * -1.0) / 4], dtype=torch.float64)
+    [drifted] = trained(fed.fed_avg(2, epochs=5), 200, job=own, clients="iid(2)")
+    [found] = trained(fed.scaffold(2, epochs=5), 200, job=own, clients="iid(2)")
+    assert (drifted - best).abs() > 0.1
+    torch.testing.assert_close(found, best, rtol=1e-12, atol=1e-12)
+
+
 _RULES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "fed_adam": lambda v, squared, beta: beta * v + (1 - beta) * squared,
     "fed_yogi": lambda v, squared, beta: v - (1 - beta) * squared * torch.sign(v - squared),
@@ -197,6 +260,12 @@ def test_reduced_to_fed_avg(reduced: str, clients: str) -> None:
     close(
         trained(parse_strategy(reduced), 3, clients=clients), trained(fed.fed_avg(3, batch_size=4), 3, clients=clients)
     )
+
+
+def test_scaffold_without_drift_is_fed_avg() -> None:
+    """In the first round, whose variates are 0, and with all clients and one step each."""
+    assert all(map(torch.equal, trained(fed.scaffold(3, 2, 4), 1), trained(fed.fed_avg(3, 2, 4), 1)))
+    close(trained(fed.scaffold(CLIENTS, batch_size=None), 4), trained(fed.fed_avg(CLIENTS, batch_size=None), 4))
 
 
 @pytest.mark.parametrize("name", fed.strategies.__all__)
@@ -248,6 +317,8 @@ def test_samples_that_are_collated() -> None:
         ("PT2507", "fed_avg", {"precision": "bf16"}),
         ("PT2508", "fed_avg", {"min_workers": 1}),
         ("PT1540", "fed_avg", {"balance": "speed"}),
+        ("PT2510", "scaffold", {"job": job(optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9))}),
+        ("PT2510", "scaffold", {"job": job(optimizer=lambda p, lr: torch.optim.Adam(p, lr))}),
     ],
 )
 def test_refusals(code: str, strategy: str, more: dict[str, Any]) -> None:

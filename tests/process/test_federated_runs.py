@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 CLIENTS = "by_size(6, sigma=0.7)"
 
 
-@pytest.mark.parametrize("strategy", [fed.fed_adam(4, batch_size=4), fed.fed_prox(4, mu=0.2, batch_size=4)], ids=str)
+@pytest.mark.parametrize("strategy", [fed.fed_adam(4, batch_size=4), fed.scaffold(4, batch_size=4)], ids=str)
 def test_a_run_that_goes_on_with_another_number_of_workers(strategy: pt.Strategy, tmp_path: Path) -> None:
     def run(workers: int, steps: int, *, resume: bool) -> pt.Result:
         return pt.run(

@@ -104,6 +104,8 @@ class LocalTraining(NamedTuple):
     """Samples of a step; None: all that the client has."""
     proximal: float = 0.0
     """μ of μ/2 ‖θ - θ_round‖², which is added to the loss."""
+    controls: bool = False
+    """Gradients are corrected by control variates: one of each client, and their mean (`scaffold`)."""
 
     def steps(self, samples: Tensor) -> Tensor:
         """Steps of clients with so many samples."""

@@ -11,6 +11,7 @@ from polytempo.federated.strategies import (
     fed_nova,
     fed_prox,
     fed_yogi,
+    scaffold,
 )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "fed_prox",
     "fed_yogi",
     "iid",
+    "scaffold",
     "shards",
     "strategies",
 ]

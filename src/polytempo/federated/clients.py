@@ -106,6 +106,8 @@ class Client(NamedTuple):
     part: Tensor
     """The numbers of its samples."""
     collate: Callable[[list[Any]], Any] | None
+    weight: float = 1.0
+    """The client's part of all samples."""
 
     def __len__(self) -> int:
         return len(self.part)
@@ -133,12 +135,14 @@ class Cohorts(Dataset[Client]):
                 f"a round of {size} clients needs that many, and there are {len(clients.parts)}; give a smaller cohort"
             )
         self.clients, self._size, self._seed, self._collate = clients, size, seed, collate
+        self._samples = sum(clients.sizes)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, number: int) -> Client:
-        return Client(number, self.clients.dataset, self.clients.parts[number], self._collate)
+        part = self.clients.parts[number]
+        return Client(number, self.clients.dataset, part, self._collate, len(part) / self._samples)
 
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition."""

@@ -11,8 +11,9 @@ from torch.optim import SGD, Optimizer
 from polytempo.aggregation import mean
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.calls.typed_arguments import check_whole
-from polytempo.core.strategy import InRounds, LocalTraining
+from polytempo.core.strategy import InRounds, LocalTraining, any_optimizer
 
 Shares = Callable[[Tensor, LocalTraining], Tensor]
 _PLAIN = partial(SGD, lr=1.0)
@@ -28,6 +29,14 @@ def normalised(samples: Tensor, local: LocalTraining) -> Tensor:
     """pₖ τ_eff / τₖ with pₖ = nₖ / Σ n, τₖ steps of client k, and τ_eff = Σ pₖ τₖ: movements for equally many steps."""
     parts, steps = by_samples(samples, local), local.steps(samples)
     return parts * (parts * steps).sum() / steps
+
+
+def plain_steps(strategy: Strategy, optimizer: Optimizer) -> Strategy:
+    """The strategy, for an optimizer whose movement is a sum of gradients; else `Incompatible` (PT2510)."""
+    plain = type(optimizer) is SGD
+    if not plain or any(group["momentum"] or group.get("maximize") for group in optimizer.param_groups):
+        refuse({"control variates", "another optimizer"}, strategy=strategy, optimizer=type(optimizer).__name__)
+    return strategy
 
 
 def in_rounds(
@@ -47,4 +56,5 @@ def in_rounds(
     if not local.proximal >= 0:
         raise ValueError(f"mu must be at least 0, got {local.proximal}")
     meeting = InRounds(cohort, local, shares, server)
-    return Strategy(name, gradients=mean(Invariant(cohort)), meeting=meeting)
+    fit = plain_steps if local.controls else any_optimizer
+    return Strategy(name, gradients=mean(Invariant(cohort)), meeting=meeting, fit=fit)

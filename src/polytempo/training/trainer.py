@@ -340,7 +340,9 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         handle.begin_batch(share)
+        await gradients.begin(port, batch)
         loss = gradients.compute(batch, port.world_rank)
+        await gradients.meet(port)
         handle.clip(spec.options.clip_norm)
         handle.replica.optimizer.step()
         return loss

@@ -8,6 +8,7 @@ from polytempo.federated.strategies.fed_avg_m import fed_avg_m
 from polytempo.federated.strategies.fed_nova import fed_nova
 from polytempo.federated.strategies.fed_prox import fed_prox
 from polytempo.federated.strategies.fed_yogi import fed_yogi
+from polytempo.federated.strategies.scaffold import scaffold
 
 __all__ = [
     "fed_adagrad",
@@ -17,6 +18,7 @@ __all__ = [
     "fed_nova",
     "fed_prox",
     "fed_yogi",
+    "scaffold",
 ]
 
 globals().update({name: typed(globals()[name]) for name in __all__})

@@ -6,18 +6,24 @@ the round's model θ ──▶ client 17: E passes over its data, by a new optim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from polytempo.collectives.invariant import Invariant
+from polytempo.core import Bundle, Port
+from polytempo.core.bundle import by_kind
 from polytempo.federated.clients import Client, Clients, Cohorts, clients
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_partition
+from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.run_device import beside
@@ -50,7 +56,7 @@ class ClientTurns(SlicedGradients):
     def __init__(self, replica: Replica, spec: RunSpec) -> None:
         super().__init__(replica, spec)
         assert spec.strategy.rounds is not None
-        self._spec, self._local = spec, spec.strategy.rounds.local
+        self._spec, self._rounds, self._local = spec, spec.strategy.rounds, spec.strategy.rounds.local
         with kept_random_states():
             self._model = model_of(spec.job)
         move_model(self._model, self._parameters[0].device)
@@ -58,6 +64,29 @@ class ClientTurns(SlicedGradients):
         self._rates = optimizer_of(spec.job, self._model, spec.lr)
         """Has the learning rates of the round, by the job's schedule."""
         self._schedule = schedule_of(spec.job, self._rates, 1)
+        spec.strategy.fit(spec.strategy, self._rates)
+        self._states: ClientStates | None = None
+        if self._local.controls:
+            controls = {name: torch.zeros_like(p) for name, p in replica.trainable.items()}
+            self._states = replica.clients = ClientStates(self._rounds.number, controls, controls)
+
+    async def begin(self, port: Port, slices: list[BatchSlice]) -> None:
+        """Move the states of the round's clients to the workers that play them."""
+        if self._states is not None:
+            await self._states.fetch(port, {piece.number: piece.batch.number for piece in slices})
+
+    async def meet(self, port: Port) -> None:
+        """Add the clients' changes of their control variates to the server's: the same bits for any number of workers.
+
+        Cost: the route's of `invariant`, for the model's parameters.
+        """
+        if self._states is None:
+            return
+        changes = dict(zip(self._replica.trainable, self._sums, strict=True))
+        for group in by_kind(changes).values():
+            bundle = Bundle(group)
+            total = bundle.with_flat(await Invariant(self._rounds.number)(port, bundle.flat))
+            torch._foreach_add_([self._states.server[name] for name in group], list(total.views.values()))
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
         """The mean loss of this rank's clients over their local steps; `.grad` is their movements' weighted sum.
@@ -74,6 +103,8 @@ class ClientTurns(SlicedGradients):
         assert isinstance(client, Client)
         begin = [parameter.detach() for parameter in self._parameters]
         optimizer = self._begun(begin)
+        state = {} if self._states is None else self._states.store.get(client.number)
+        correction = self._correction(state) if local.controls else []
         seed_step(self._seed, client.number, replica.step, "client's training")
         losses: list[Tensor] = []
         for epoch in range(local.epochs):
@@ -86,12 +117,15 @@ class ClientTurns(SlicedGradients):
                 loss.backward()
                 if local.proximal:
                     self._pull(begin, local.proximal)
+                if correction:
+                    self._correct(correction)
                 optimizer.step()
                 losses.append(loss.detach())
         used.update(i for i, parameter in enumerate(self._own) if parameter.grad is not None)
         movement = list(torch._foreach_sub(begin, [parameter.detach() for parameter in self._own]))
+        changes = self._new_controls(client, state, movement, optimizer, len(losses)) if local.controls else []
         torch._foreach_mul_(movement, piece.share)
-        return torch.stack(losses).mean(), movement
+        return torch.stack(losses).mean(), movement + changes
 
     def _begun(self, begin: list[Tensor]) -> Optimizer:
         """A new optimizer of the client's model, which is the round's now."""
@@ -103,6 +137,33 @@ class ClientTurns(SlicedGradients):
         for group, rates in zip(optimizer.param_groups, self._rates.param_groups, strict=True):
             group["lr"] = rates["lr"]
         return optimizer
+
+    def _correction(self, state: dict[str, Tensor]) -> list[Tensor]:
+        """c - c_k; c_k is 0 before a client's first round."""
+        assert self._states is not None
+        server = list(self._states.server.values())
+        own = [state[name] for name in self._states.server] if state else []
+        return list(torch._foreach_sub(server, own)) if own else server
+
+    def _correct(self, correction: Sequence[Tensor]) -> None:
+        for parameter, each in zip(self._own, correction, strict=True):
+            parameter.grad = each.clone() if parameter.grad is None else parameter.grad.add_(each)
+
+    def _new_controls(
+        self, client: Client, state: dict[str, Tensor], movement: list[Tensor], optimizer: Optimizer, steps: int
+    ) -> list[Tensor]:
+        """Keep c_k - c + (θ - θ_k) / (τ η), and return p_k times the change."""
+        assert self._states is not None
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        changes = [
+            moved / (steps * rates[id(own)]) - server
+            for moved, own, server in zip(movement, self._own, self._states.server.values(), strict=True)
+        ]
+        old = [state[name] for name in self._states.server] if state else []
+        new = list(torch._foreach_add(old, changes)) if old else [each.clone() for each in changes]
+        self._states.store.put(client.number, dict(zip(self._states.server, new, strict=True)))
+        torch._foreach_mul_(changes, client.weight)
+        return changes
 
     def _pull(self, begin: list[Tensor], mu: float) -> None:
         """Add μ (θ_k - θ) to the gradients."""

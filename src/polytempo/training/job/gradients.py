@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from polytempo.core import Port
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import ClientTurns
 from polytempo.training.job.distillation import Distiller, objective_of
@@ -34,6 +35,16 @@ class StepGradients:
     def work(self) -> float:
         """The computation of a step, relative to a step without other groups' forward passes."""
         return self._objective.work if isinstance(self._objective, Distiller) else 1.0
+
+    async def begin(self, port: Port, batch: Any) -> None:
+        """Fetch state for slices from other ranks, before `compute`."""
+        if self._sliced is not None:
+            await self._sliced.begin(port, batch)
+
+    async def meet(self, port: Port) -> None:
+        """Exchange further sums of slices, after `compute`."""
+        if self._sliced is not None:
+            await self._sliced.meet(port)
 
     def compute(self, batch: Any, rank: int) -> Tensor:
         """Leave the gradient in `.grad` and return the loss. The exchange may have begun; of slices it follows."""

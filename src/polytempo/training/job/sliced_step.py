@@ -88,6 +88,14 @@ class SlicedGradients:
         check_sliced(replica.model, str(replica.strategy))
         self._replica, self._job, self._seed = replica, spec.job, spec.seed
         self._parameters = list(replica.trainable.values())
+        self._sums: list[Tensor] = []
+        """Further sums over this rank's slices, behind the gradients' sums."""
+
+    async def begin(self, port: Port, slices: list[BatchSlice]) -> None:
+        """Fetch state for the slices from other ranks."""
+
+    async def meet(self, port: Port) -> None:
+        """Exchange further sums, before the gradients are exchanged."""
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
         """The mean loss of this rank's samples; parameters that a slice has used have a gradient afterwards.
@@ -103,7 +111,8 @@ class SlicedGradients:
             return gradients
 
         total = along_tree(len(slices), gradient, _added_)
-        for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=True)):
+        self._sums = total[len(self._parameters) :]
+        for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=False)):
             parameter.grad = each if i in used else None
         own = sum(piece.share for piece in slices) or 1.0
         return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))

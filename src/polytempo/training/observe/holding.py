@@ -73,8 +73,9 @@ class Whole:
         return {}
 
     def saved(self, *, whole: bool) -> CheckpointPart:
-        """State beside the replica's. `whole`: the optimizer is saved, too."""
-        return CheckpointPart({}, {})
+        """State beside the replica's: that of clients. `whole`: the optimizer is saved, too."""
+        clients = self.replica.clients
+        return CheckpointPart({}, {}) if clients is None else clients.saved(whole=whole)
 
     def check(self, manifest: Manifest, folder: Place) -> None:
         """ValueError where a checkpoint is of a model in another layout that this one cannot be made of."""

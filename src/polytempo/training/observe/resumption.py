@@ -125,6 +125,8 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
     optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
     sources = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
     context.replica.restore(_strategy(own), [_strategy(part) for part in sources])
+    if context.replica.clients is not None:
+        context.replica.clients.restore(whole, sources, data.size)
     _take_position(context, own)
     return fresh
 

@@ -29,6 +29,7 @@ from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.synchronization.every import has_turn
 from polytempo.training.checkpoint.optimizer_state import begin_states, steps_each_by_itself
+from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.model.parted_parameters import (
     check_optimizer,
     clip_grad_norm_,
@@ -109,6 +110,8 @@ class Replica:
         self._tentative: AppliedTransform | None = None
         """The transform of the last exchange, which counts if the optimizer steps on it."""
         self.drift: ExchangeListener | None = None
+        self.clients: ClientStates | None = None
+        """The states of clients, in rounds of clients that keep some."""
         self.noise: NoiseWatch | None = None
         self.pace: PaceWatch | None = None
         self.hooks: list[RemovableHandle] = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.core import Port
+from polytempo.core import Port, Program
 from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.core.suspension import suspendable
 from polytempo.device import random_states, set_random_states
@@ -42,6 +42,8 @@ class StepWork(NamedTuple):
     computed: Callable[[Any], Any] = lambda answer: answer
     """The step's loss from the answer of `gradients`, once the gradients are needed."""
     updated: Callable[[], None] = lambda: None
+    meet: Callable[[Port], Program[None]] | None = None
+    """An exchange between `gradients` and the gradients' own."""
 
 
 class Charge(NamedTuple):
@@ -80,12 +82,14 @@ def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Update
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         replica.weigh_layers(share)
+        await gradients.begin(port, batch)
         if replica.strategy.slices is not None:
             passes = [sum(piece.samples for piece in batch)]
         else:
             passes = [piece.samples for piece in batch.pieces] if isinstance(batch, Pieces) else [samples]
         charge = charged(cost, replica, passes, gradients.work * updates.varied(1.0))
-        work = StepWork(partial(computed, batch, port.world_rank), replica.optimizer.step, share)
+        compute = partial(computed, batch, port.world_rank)
+        work = StepWork(compute, replica.optimizer.step, share, meet=gradients.meet)
         loss: Tensor = await step_of_work(port, replica, charge, work, updates)
         return loss
 
@@ -111,6 +115,8 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
     overlaps = bool(buckets) and replica.strategy.slices is None
     begun = (flops * (1 - last) + flops * last / 3, uses.forward) if overlaps else (flops, uses.whole)
     answer = work.computed(await _computed(port, replica, work.gradients, *begun))
+    if work.meet is not None:
+        await work.meet(port)
     exchanges = []
     for i, bucket in enumerate(buckets):
         if overlaps:
