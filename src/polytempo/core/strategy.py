@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polytempo.core.arithmetic.merge import Merge
+from polytempo.core.codec import Codec
 from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
@@ -96,6 +98,17 @@ class InSlices:
     number: int
 
 
+class Buffering(NamedTuple):
+    """Clients of an asynchronous server (`fed_buff`)."""
+
+    concurrency: int
+    """Clients in training at any time."""
+    oldest: int
+    """The largest age of a model that counts, in updates."""
+    sigma: float
+    """The spread of clients' times."""
+
+
 class LocalTraining(NamedTuple):
     """The training of a client in a round."""
 
@@ -106,6 +119,19 @@ class LocalTraining(NamedTuple):
     """μ of μ/2 ‖θ - θ_round‖², which is added to the loss."""
     controls: bool = False
     """Gradients are corrected by control variates: one of each client, and their mean (`scaffold`)."""
+    keeps: Callable[[nn.Module], frozenset[str]] | None = None
+    """Names of parameters and buffers that stay with each client; the server's copy never changes."""
+    head_epochs: int = 0
+    """Passes over the data that train the kept parameters alone, before others train alone. 0: all train together."""
+    fairness: float = 0.0
+    """q of `q_fed_avg`: clients weigh by the power q of their loss, too."""
+
+    buffering: Buffering | None = None
+    """Clients train from models of different ages. None: all from the newest one."""
+
+    def kept(self, model: nn.Module) -> frozenset[str]:
+        """Names of the model's parameters and buffers that stay with each client."""
+        return frozenset() if self.keeps is None else self.keeps(model)
 
     def steps(self, samples: Tensor) -> Tensor:
         """Steps of clients with so many samples."""
@@ -125,6 +151,12 @@ class InRounds(InSlices):
     """The clients' weights in the sum of their movements, from their numbers of samples; both of shape (number,)."""
     server: Callable[[Iterable[nn.Parameter]], Optimizer]
     """Makes the optimizer of the rounds."""
+    merge: Merge | None = None
+    """Makes one movement of all clients' movements, in the place of their weighted sum."""
+    codec: Codec | None = None
+    """The code of a client's movement on its way to the server."""
+    pull_codec: Codec | None = None
+    """The code of the model on its way to a client."""
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,58 @@
 """Federated learning: clients with data of their own, their partitions, and strategies of rounds."""
 
 from polytempo.federated import strategies
+from polytempo.federated.arrivals import Arrivals, ClientArrival
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
+from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected
 from polytempo.federated.strategies import (
     fed_adagrad,
     fed_adam,
     fed_avg,
     fed_avg_m,
+    fed_bn,
+    fed_buff,
+    fed_coded,
     fed_nova,
     fed_prox,
+    fed_rep,
+    fed_robust,
     fed_yogi,
+    q_fed_avg,
     scaffold,
 )
 
 __all__ = [
+    "Arrivals",
     "Client",
+    "ClientArrival",
     "Clients",
     "Cohorts",
     "Partition",
     "PartitionFacts",
+    "Sampling",
+    "both",
     "by",
     "by_size",
     "clients",
+    "day_and_night",
     "dirichlet",
+    "drop_outs",
     "fed_adagrad",
     "fed_adam",
     "fed_avg",
     "fed_avg_m",
+    "fed_bn",
+    "fed_buff",
+    "fed_coded",
     "fed_nova",
     "fed_prox",
+    "fed_rep",
+    "fed_robust",
     "fed_yogi",
     "iid",
+    "over_selected",
+    "q_fed_avg",
     "scaffold",
     "shards",
     "strategies",

@@ -7,16 +7,17 @@ round 1    ●     ●                             ●
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from polytempo.core.strategy import Buffering
+from polytempo.federated.arrivals import Arrivals
 from polytempo.federated.partitions import Partition
+from polytempo.federated.sampling import Sampling
 
 
 class PartitionFacts(NamedTuple):
@@ -36,7 +37,7 @@ class PartitionFacts(NamedTuple):
 class Clients(Dataset[Any]):
     """A data set and the numbers of each client's samples; as a data set it is the whole one."""
 
-    def __init__(self, dataset: Dataset[Any], parts: Sequence[Tensor]) -> None:
+    def __init__(self, dataset: Dataset[Any], parts: Sequence[Tensor], sampling: Sampling | None = None) -> None:
         """ValueError for a client without samples, and for a sample of two clients."""
         length = len(dataset)  # type: ignore[arg-type]
         used = torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.long)
@@ -44,7 +45,7 @@ class Clients(Dataset[Any]):
             raise ValueError("a client without samples cannot train; leave it out, or use fewer clients")
         if len(used.unique()) != len(used) or int(used.max()) >= length:
             raise ValueError(f"parts of clients must name different samples of 0 to {length - 1}")
-        self.dataset, self.parts = dataset, list(parts)
+        self.dataset, self.parts, self.sampling = dataset, list(parts), sampling or Sampling()
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -79,15 +80,16 @@ class Clients(Dataset[Any]):
         return PartitionFacts(len(sizes), sum(sizes), (sizes[0], sizes[len(sizes) // 2], sizes[-1]), entropy, distance)
 
 
-def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0) -> Clients:
+def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0, sampling: Sampling | None = None) -> Clients:
     """The samples of `dataset` dealt to clients by `partition`; the same for the same seed.
 
         train, test = pt.data.mnist(path)
         pt.Data(pt.federated.clients(train, pt.federated.shards(100, per_client=2)), test)
 
-    A job with such training data needs no option `clients`.
+    A job with such training data needs no option `clients`. `sampling` says who can take part in a round, such as
+    `pt.federated.day_and_night()` (None: all clients).
     """
-    return Clients(dataset, partition(labels_of(dataset), seed))
+    return Clients(dataset, partition(labels_of(dataset), seed), sampling)
 
 
 def labels_of(dataset: Dataset[Any]) -> Tensor:
@@ -108,6 +110,8 @@ class Client(NamedTuple):
     collate: Callable[[list[Any]], Any] | None
     weight: float = 1.0
     """The client's part of all samples."""
+    age: int = 0
+    """Updates of the server since the model that the client begins with."""
 
     def __len__(self) -> int:
         return len(self.part)
@@ -127,7 +131,12 @@ class Cohorts(Dataset[Client]):
     """The clients of rounds as `DataShard` deals them: `order(round)` draws a cohort, and an item is a client."""
 
     def __init__(
-        self, clients: Clients, size: int, seed: int, collate: Callable[[list[Any]], Any] | None = None
+        self,
+        clients: Clients,
+        size: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+        buffering: Buffering | None = None,
     ) -> None:
         """`size`: clients in a round. ValueError where there are not so many."""
         if size > len(clients.parts):
@@ -136,19 +145,30 @@ class Cohorts(Dataset[Client]):
             )
         self.clients, self._size, self._seed, self._collate = clients, size, seed, collate
         self._samples = sum(clients.sizes)
+        if buffering is not None and clients.sampling != Sampling():
+            raise ValueError(
+                "an asynchronous server draws its clients itself; give the data no sampling, or use fed_avg()"
+            )
+        self._arrivals = None if buffering is None else Arrivals(clients.sizes, size, *buffering, seed)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, number: int) -> Client:
-        part = self.clients.parts[number]
-        return Client(number, self.clients.dataset, part, self._collate, len(part) / self._samples)
+        age, client = divmod(number, len(self.clients.parts))
+        part = self.clients.parts[client]
+        return Client(client, self.clients.dataset, part, self._collate, len(part) / self._samples, age)
 
     def order(self, round_number: int) -> Tensor:
-        """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition."""
-        digest = hashlib.sha256(f"polytempo,cohort,{self._seed},{round_number}".encode()).digest()
-        random = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-        return torch.from_numpy(random.choice(len(self.clients.parts), self._size, replace=False))
+        """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.
+
+        A number is the client's, plus the number of clients times its model's age.
+        """
+        if self._arrivals is not None:
+            found = self._arrivals.buffer(round_number)
+            return torch.tensor([each.client + len(self.clients.parts) * each.age for each in found])
+        drawn = self.clients.sampling.drawn(self.clients.sizes, self._size, self._seed, round_number)
+        return torch.from_numpy(drawn)
 
 
 def only(clients: list[Client]) -> Client:

@@ -32,11 +32,18 @@ def normalised(samples: Tensor, local: LocalTraining) -> Tensor:
 
 
 def plain_steps(strategy: Strategy, optimizer: Optimizer) -> Strategy:
-    """The strategy, for an optimizer whose movement is a sum of gradients; else `Incompatible` (PT2510)."""
+    """The strategy, for an optimizer with sums of gradients as movements; else `Incompatible` (PT2510)."""
     plain = type(optimizer) is SGD
     if not plain or any(group["momentum"] or group.get("maximize") for group in optimizer.param_groups):
         refuse({"control variates", "another optimizer"}, strategy=strategy, optimizer=type(optimizer).__name__)
     return strategy
+
+
+def rounds_of(inner: Strategy, who: str) -> InRounds:
+    """The rounds of a strategy for `who` to change. ValueError for a strategy without clients."""
+    if inner.rounds is None:
+        raise ValueError(f"{who} changes rounds of clients, and {inner} has none; give it fed_avg(cohort=10), say")
+    return inner.rounds
 
 
 def in_rounds(
@@ -47,12 +54,14 @@ def in_rounds(
     server: Callable[[Iterable[nn.Parameter]], Optimizer] = _PLAIN,
 ) -> Strategy:
     """The strategy of rounds with `cohort` clients each. ValueError for impossible numbers."""
-    check_whole(cohort=cohort, epochs=local.epochs)
+    check_whole(cohort=cohort, epochs=local.epochs, head_epochs=local.head_epochs)
     if cohort < 1 or local.epochs < 1 or (local.batch_size is not None and local.batch_size < 1):
         raise ValueError(
             f"a round needs at least a client, an epoch and a sample in a batch; got cohort={cohort}, "
             f"epochs={local.epochs}, batch_size={local.batch_size}"
         )
+    if local.head_epochs < 0:
+        raise ValueError(f"head_epochs must be at least 0, got {local.head_epochs}")
     if not local.proximal >= 0:
         raise ValueError(f"mu must be at least 0, got {local.proximal}")
     meeting = InRounds(cohort, local, shares, server)

@@ -5,6 +5,7 @@ from polytempo.report.status.history import history as history
 from polytempo.spec.batch_growth import geometric as geometric
 from polytempo.spec.batch_growth import norm_test as norm_test
 from polytempo.training.elastic.loop_state import ElasticState as ElasticState
+from polytempo.training.federated.client_model import client_model as client_model
 from polytempo.training.hooks.attached_models import no_sync as no_sync
 from polytempo.training.hooks.handle import Handle as Handle
 from polytempo.training.observe.similarity import linear_cka as linear_cka

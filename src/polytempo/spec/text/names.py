@@ -79,6 +79,8 @@ class Names(NamedTuple):
             if "inner" in inspect.signature(self.strategies[call.name]).parameters:
                 inner = {name: Factory(function) for name, function in self.strategies.items()}
                 arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
+        if call.name in self.federated:
+            arguments = {**arguments, "inner": {name: Factory(function) for name, function in self.federated.items()}}
         return resolve(call, {**self.strategies, **self.federated}, arguments, what="strategy")
 
     def _then(self, call: Call) -> object:

@@ -30,7 +30,7 @@ class ClientStates:
     """The states of clients at this worker, the server's state, which all workers have, and the others' places."""
 
     def __init__(self, cohort: int, layout: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> None:
-        """`layout`: tensors like those of a client. `server`: the server's at the beginning."""
+        """`layout`: tensors like a client's. `server`: the server's tensors at the beginning."""
         self._cohort, self._layout = cohort, {name: (each.shape, each.dtype) for name, each in layout.items()}
         self._holders: dict[int, int] = {}
         self.store, self.server = ClientStore(), dict(server)

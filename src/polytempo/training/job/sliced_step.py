@@ -85,7 +85,7 @@ class SlicedGradients:
     """Computes the slices of one replica, one after the other, and leaves their weighted sum in `.grad`."""
 
     def __init__(self, replica: Replica, spec: RunSpec) -> None:
-        check_sliced(replica.model, str(replica.strategy))
+        check_sliced(replica.model, spec.strategy)
         self._replica, self._job, self._seed = replica, spec.job, spec.seed
         self._parameters = list(replica.trainable.values())
         self._sums: list[Tensor] = []

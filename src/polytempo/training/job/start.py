@@ -64,6 +64,10 @@ def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Mo
     if device is not None:
         move_model(model, device)
     rounds = spec.strategy.rounds
+    if rounds is not None:
+        kept = rounds.local.kept(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in kept)
     optimizer = optimizer_of(spec.job, model, spec.lr) if rounds is None else rounds.server(model.parameters())
     Threads(inter=spec.options.inter_threads).apply(model)
     return model, optimizer

@@ -70,7 +70,7 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
     frozen batch norm (in eval mode) normalises every sample alike, and passes.
     """
     if strategy.slices is not None:
-        check_sliced(model, str(strategy))
+        check_sliced(model, strategy)
     service = strategy.server
     if service is None or service.reassigns is None or (slices := service.numbers_per_batch - 1) == 1:
         return
@@ -90,17 +90,22 @@ def check_loss(loss: object, strategy: Strategy) -> None:
         check_by_samples(loss, str(strategy))
 
 
-def check_sliced(model: nn.Module, who: str) -> None:
-    """Raise ValueError for results that would depend on a rank's slices: running statistics, and sparse gradients."""
+def check_sliced(model: nn.Module, strategy: Strategy) -> None:
+    """Raise ValueError for results that would depend on a rank's slices: running statistics, and sparse gradients.
+
+    Statistics that stay with a client do not.
+    """
+    kept = frozenset() if strategy.rounds is None else strategy.rounds.local.kept(model)
     for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        has = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        if has and f"{name}.running_mean".lstrip(".") not in kept:
             raise ValueError(
-                f"{who} computes a batch in slices, and the running statistics of "
+                f"{strategy} computes a batch in slices, and the running statistics of "
                 f"{type(module).__name__} {name!r} would depend on a worker's slices; use a norm that looks at "
                 "one sample, such as GroupNorm, track_running_stats=False, or another route"
             )
     if tables := sorted(sparse_tables(model)):
-        raise ValueError(f"{who} adds dense gradients, and {tables[0]!r} has gradients by rows; use sparse=False")
+        raise ValueError(f"{strategy} adds dense gradients, and {tables[0]!r} has gradients by rows; use sparse=False")
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:

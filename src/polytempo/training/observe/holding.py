@@ -73,7 +73,7 @@ class Whole:
         return {}
 
     def saved(self, *, whole: bool) -> CheckpointPart:
-        """State beside the replica's: that of clients. `whole`: the optimizer is saved, too."""
+        """Clients' states. `whole`: the optimizer is saved, too."""
         clients = self.replica.clients
         return CheckpointPart({}, {}) if clients is None else clients.saved(whole=whole)
 

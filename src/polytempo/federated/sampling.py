@@ -1,0 +1,110 @@
+"""Sampling of a round's clients: clients that are there, and the first to answer.
+
+day_and_night(24, 0.4)   a client is there in two fifths of each day of 24 rounds, at hours of its own
+drop_outs(0.1)           a client is away in a tenth of the rounds, drawn for each round
+over_selected(0.3)       the server asks 1.3 times as many clients, and takes the first to answer
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Presence = Callable[[int, int, int], NDArray[np.bool_]]
+"""presence(clients, round, seed): who is there, shape (clients,)."""
+_MOST_WAITS = 1000
+
+
+class Sampling(NamedTuple):
+    """The rule that draws a round's clients. Without presences all are there, and without `extra` all asked answer."""
+
+    presences: tuple[Presence, ...] = ()
+    extra: float = 0.0
+    sigma: float = 1.0
+
+    def drawn(self, sizes: Sequence[int], cohort: int, seed: int, round_number: int) -> NDArray[np.int64]:
+        """The clients of a round, all different, shape (cohort,): a pure function of its arguments.
+
+        Where too few are there, the server waits round by round until there are enough. ValueError after 1,000 waits.
+        """
+        random, asked = generator(seed, "cohort", round_number), -int(-cohort * (1 + self.extra) // 1)
+        if not self.presences and not self.extra:
+            return random.choice(len(sizes), cohort, replace=False)
+        for moment in range(round_number, round_number + _MOST_WAITS):
+            there = np.ones(len(sizes), dtype=bool)
+            for presence in self.presences:
+                there &= presence(len(sizes), moment, seed)
+            if there.sum() >= cohort:
+                present = np.flatnonzero(there)
+                chosen = random.choice(present, min(asked, len(present)), replace=False)
+                if len(chosen) == cohort:
+                    return chosen
+                seconds = durations(sizes, self.sigma, seed)[chosen]
+                seconds = seconds * np.exp(self.sigma * random.standard_normal(len(chosen)))
+                return chosen[np.sort(np.argsort(seconds, kind="stable")[:cohort])]
+        raise ValueError(
+            f"in {_MOST_WAITS} rounds from round {round_number} there were never {cohort} clients at a time; use a "
+            "smaller cohort, or clients that are there more often"
+        )
+
+
+def day_and_night(day: int = 24, awake: float = 0.5) -> Sampling:
+    """Clients that are there for the part `awake` of each day of `day` rounds; hours are a client's own, drawn once.
+
+    Source: H. Eichner, T. Koren, H. B. McMahan, N. Srebro and K. Talwar, "Semi-cyclic stochastic gradient descent",
+    2019, for the effect; hours here are spread evenly.
+    """
+    if day < 1 or not 0 < awake <= 1:
+        raise ValueError(f"a day has rounds and a part of it awake, above 0 to 1; got day={day}, awake={awake}")
+
+    def presence(clients: int, round_number: int, seed: int) -> NDArray[np.bool_]:
+        begins = generator(seed, "hours").random(clients)
+        return (round_number / day + begins) % 1 < awake
+
+    return Sampling((presence,))
+
+
+def drop_outs(rate: float = 0.1) -> Sampling:
+    """Clients that are away with probability `rate`, drawn for each client and round."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate is a probability from 0 to below 1, got {rate}")
+
+    def presence(clients: int, round_number: int, seed: int) -> NDArray[np.bool_]:
+        return generator(seed, "drop-outs", round_number).random(clients) >= rate
+
+    return Sampling((presence,))
+
+
+def over_selected(extra: float = 0.3, sigma: float = 1.0) -> Sampling:
+    """The server asks ⌈cohort · (1 + extra)⌉ clients, and a round has the first to answer; others have worked in vain.
+
+    A client's time is its samples times exp(σ zₖ) exp(σ z), with zₖ drawn once and z for the round. So slow clients,
+    and large ones, take part less often.
+
+    Source: K. Bonawitz et al., "Towards federated learning at scale: System design", 2019, which asks 130 % of the
+    clients.
+    """
+    if not extra >= 0 or not sigma >= 0:
+        raise ValueError(f"extra and sigma must be at least 0, got {extra} and {sigma}")
+    return Sampling((), extra, sigma)
+
+
+def both(first: Sampling, second: Sampling) -> Sampling:
+    """Clients that are there by both rules; the one with `extra` says who is first."""
+    slower = first if first.extra else second
+    return Sampling((*first.presences, *second.presences), slower.extra, slower.sigma)
+
+
+def durations(sizes: Sequence[int], sigma: float, seed: int) -> NDArray[np.float64]:
+    """nₖ exp(σ zₖ): the time of each client's training, in units of a sample's on the median client."""
+    return np.asarray(sizes) * np.exp(sigma * generator(seed, "speeds").standard_normal(len(sizes)))
+
+
+def generator(seed: int, purpose: str, number: int | None = None) -> np.random.Generator:
+    """Random numbers of a run's seed for a purpose, and a round."""
+    key = f"polytempo,{purpose},{seed}" + ("" if number is None else f",{number}")
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))

@@ -1,0 +1,52 @@
+"""Movements of clients: as a code's receiver has them, and merged by a function of all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.compression.exchange.packing import EXACT_BELOW
+from polytempo.core import Bundle, Codec, EncodeContext, Port
+from polytempo.core.arithmetic.merge import Merge
+from polytempo.core.arithmetic.slice_tree import subtree
+from polytempo.core.bundle import by_kind
+
+
+def coded(tensor: Tensor, codec: Codec, when: EncodeContext, name: str) -> Tensor:
+    """x̂ of a tensor with at least `EXACT_BELOW` elements; a smaller one as it is."""
+    if tensor.numel() < EXACT_BELOW:
+        return tensor
+    when = when._replace(tensor=zlib.crc32(name.encode()))
+    return codec.decode(codec.encode(tensor.contiguous(), None, when)[0], tensor, when)
+
+
+async def merged_(
+    port: Port,
+    parameters: Mapping[str, nn.Parameter],
+    movements: Mapping[int, Sequence[Tensor]],
+    cohort: int,
+    merge: Merge,
+) -> None:
+    """Gather the movements of all clients and let their merge be the gradient, the same on all workers.
+
+    `movements`: by a client's place in the round. Cost: (N-1) · S · K bytes sent, N · S · K held, for S clients of the
+    busiest of N workers and K bytes of parameters.
+    """
+    counts = [len(subtree(cohort, port.size, rank)) for rank in range(port.size)]
+    for names in by_kind(parameters).values():
+        each = [Bundle({n: own[n] for n in names}).flat for own in _named(parameters, movements)]
+        padded = each + [torch.zeros_like(each[0])] * (max(counts) - len(each))
+        gathered = await port.all_gather(torch.stack(padded)) if port.size > 1 else [torch.stack(padded)]
+        rows = [row for stacked, count in zip(gathered, counts, strict=True) for row in stacked[:count]]
+        answer = Bundle({n: torch.empty_like(parameters[n].detach()) for n in names}).with_flat(merge(rows))
+        for name, view in answer.views.items():
+            parameters[name].grad = view.clone()
+
+
+def _named(
+    parameters: Mapping[str, nn.Parameter], movements: Mapping[int, Sequence[Tensor]]
+) -> list[dict[str, Tensor]]:
+    return [dict(zip(parameters, movements[place], strict=True)) for place in sorted(movements)]

@@ -1,0 +1,233 @@
+"""Laws of kept tensors, fair weights, merges and codes, arrivals and sampling in rounds of clients.
+
+Float64 against plain loops. Seeds are literals.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polytempo as pt
+from laws.test_federated import CLIENTS, LR, SEED, close, data, first, job, model, normed, plain, trained, wide
+from polytempo import federated as fed
+from polytempo.aggregation import krum
+from polytempo.compression import feedback, int8, one_bit, qsgd
+from polytempo.core import Codec, EncodeContext, Strategy
+from polytempo.core.calls.refusals import Incompatible
+from polytempo.federated.clients import Cohorts
+
+
+def plain_kept(
+    make: Callable[[], nn.Module], kept: list[str], rounds: int, head_epochs: int, epochs: int, batch_size: int | None
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """The server's tensors and the clients' own after rounds of three of six clients."""
+    inputs, labels = data().tensors
+    clients, net = fed.clients(data(), fed.iid(CLIENTS), SEED), first(make)
+    theta = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    own: dict[int, dict[str, Tensor]] = {}
+    for number in range(rounds):
+        moved = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters() if name not in kept}
+        for k in Cohorts(clients, 3, SEED).order(number).tolist():
+            net.load_state_dict(theta | own.get(k, {}))
+            for epoch in range(head_epochs + epochs):
+                order = np.random.default_rng((SEED, number, k, epoch)).permutation(clients.sizes[k])
+                for batch in clients.parts[k][torch.from_numpy(order)].split(batch_size or len(order)):
+                    net.zero_grad()
+                    nn.functional.cross_entropy(net(inputs[batch]), labels[batch]).backward()
+                    for name, parameter in net.named_parameters():
+                        if not head_epochs or (name in kept) is (epoch < head_epochs):
+                            assert parameter.grad is not None
+                            parameter.data -= LR * parameter.grad
+            after = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+            own[k] = {name: after[name] for name in kept}
+            for name, each in moved.items():
+                each += ((theta[name] - after[name]) / 3).detach()
+        theta |= {name: theta[name] - each for name, each in moved.items()}
+    return theta, own
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "kept", "passes"),
+    [
+        (fed.fed_rep(3, 2, 4), model, ["2.weight", "2.bias"], (1, 2, 4)),
+        (fed.fed_rep(3, 2, 4, head_epochs=0, head="0"), model, ["0.weight", "0.bias"], (0, 2, 4)),
+        (
+            fed.fed_bn(3, 2, None),
+            normed,
+            [f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")],
+            (0, 2, None),
+        ),
+    ],
+    ids=["fed_rep", "fed_per", "fed_bn"],
+)
+def test_clients_with_tensors_of_their_own_are_the_plain_loop(
+    strategy: Strategy, make: Callable[[], nn.Module], kept: list[str], passes: Any, tmp_path: Path
+) -> None:
+    server, own = plain_kept(make, kept, 4, *passes)
+    trainer = pt.Trainer(job(model=make), strategy, clients="iid(6)", seed=SEED, steps=4, out=tmp_path)
+    trainer.fit()
+    for client in range(CLIENTS):
+        found = pt.training.client_model(tmp_path, client)
+        for name, tensor in (server | own.get(client, {})).items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_q_fed_avg_is_its_plain_loop() -> None:
+    inputs, labels = data().tensors
+    clients, q, number, net = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED), 1.5, 0, first()
+
+    def update(theta: list[Tensor], movements: list[list[Tensor]], sizes: list[int], steps: list[int]) -> None:
+        nonlocal number
+        for parameter, value in zip(net.parameters(), theta, strict=True):
+            parameter.data.copy_(value)
+        chosen = [clients.parts[k] for k in Cohorts(clients, 3, SEED).order(number).tolist()]
+        losses = [nn.functional.cross_entropy(net(inputs[part]), labels[part]).item() for part in chosen]
+        norms = [sum(float(m.square().sum()) for m in each) for each in movements]
+        weights = [n * loss**q for n, loss in zip(sizes, losses, strict=True)]
+        bottom = sum(w * (1 + LR * q / loss * norm) for w, loss, norm in zip(weights, losses, norms, strict=True))
+        for i, value in enumerate(theta):
+            value -= sum((w / bottom * each[i] for w, each in zip(weights, movements, strict=True)), 0 * value)
+        number += 1
+
+    close(trained(fed.q_fed_avg(3, q, 2, 4), 3), plain(3, 3, 2, 4, update))
+
+
+def test_a_robust_merge_is_its_plain_loop() -> None:
+    def update(theta: list[Tensor], movements: list[list[Tensor]], sizes: list[int], steps: list[int]) -> None:
+        flat = krum(1)([torch.cat([m.flatten() for m in each]) for each in movements])
+        for value, moved in zip(theta, flat.split([value.numel() for value in theta]), strict=True):
+            value -= moved.view(value.shape)
+
+    close(trained(fed.fed_robust(fed.fed_avg(5, 2, 4), krum(1)), 3), plain(3, 5, 2, 4, update))
+
+
+def test_codes_up_and_down() -> None:
+    """The model moves by C(C'(θ) - θ₁), where θ₁ is a round of `fed_avg` from C'(θ)."""
+    up, down = int8(), qsgd(levels=127)
+
+    def code(codec: Codec, tensor: Tensor, rank: int) -> Tensor:
+        when = EncodeContext(step=1, rank=rank, tensor=zlib.crc32(b"0.weight"))
+        return codec.decode(codec.encode(tensor, None, when)[0], tensor, when)
+
+    def received() -> nn.Module:
+        net = wide()
+        net.get_parameter("0.weight").data.copy_(code(down, net.get_parameter("0.weight").detach(), 0))
+        return net
+
+    [client] = Cohorts(fed.clients(data(), fed.iid(CLIENTS), SEED), 1, SEED).order(0).tolist()
+    found = trained(fed.fed_coded(fed.fed_avg(1), up, down), 1, job=job(model=wide), clients="iid(6)")
+    there = trained(fed.fed_avg(1), 1, job=job(model=received), clients="iid(6)")
+    sent, whole = [p.detach() for p in first(received).parameters()], [p.detach() for p in first(wide).parameters()]
+    moved = [one - other for one, other in zip(sent, there, strict=True)]
+    decoded = [code(up, each, client) if each.numel() >= 1024 else each for each in moved]
+    assert not torch.equal(decoded[0], moved[0])
+    close(found, [value - each for value, each in zip(whole, decoded, strict=True)])
+
+
+def test_fed_buff_is_its_plain_loop() -> None:
+    inputs, labels = data().tensors
+    clients, net = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED), first()
+    arrivals = fed.Arrivals(clients.sizes, 2, 4, 2, 1.0, SEED)
+    models = [[parameter.detach().clone() for parameter in net.parameters()]]
+    for number in range(6):
+        buffer = arrivals.buffer(number)
+        samples, after = sum(clients.sizes[each.client] for each in buffer), models[-1]
+        for client, age, _ in buffer:
+            begin = models[number - age]
+            for parameter, value in zip(net.parameters(), begin, strict=True):
+                parameter.data.copy_(value)
+            order = np.random.default_rng((SEED, number, client, 0)).permutation(clients.sizes[client])
+            for batch in clients.parts[client][torch.from_numpy(order)].split(4):
+                net.zero_grad()
+                nn.functional.cross_entropy(net(inputs[batch]), labels[batch]).backward()
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter.data -= LR * parameter.grad
+            weight = 0.8 * clients.sizes[client] / samples / (1 + age) ** 0.5
+            after = [
+                value - weight * (b - p.detach()) for value, b, p in zip(after, begin, net.parameters(), strict=True)
+            ]
+        models.append(after)
+    assert any(each.age for number in range(6) for each in arrivals.buffer(number))
+    strategy = fed.fed_buff(2, 4, 1, 4, server_lr=0.8, oldest=2)
+    close(trained(strategy, 6), models[-1])
+
+
+def test_fed_buff_goes_on_to_the_bit(tmp_path: Path) -> None:
+    strategy = fed.fed_buff(2, 4, 1, 4, oldest=2)
+    trained(strategy, 3, out=tmp_path)
+    assert all(map(torch.equal, trained(strategy, 6, out=tmp_path, resume=True), trained(strategy, 6)))
+
+
+def test_arrivals() -> None:
+    sizes, oldest = list(range(1, 31)), 3
+    arrivals = fed.Arrivals(sizes, 4, 9, oldest, 1.0, seed=2)
+    found = [arrivals.buffer(number) for number in range(60)]
+    times = [each.at for buffer in found for each in buffer]
+    assert times == sorted(times)
+    assert all(len({each.client for each in buffer}) == 4 for buffer in found)
+    assert {each.age for buffer in found for each in buffer} == {0, 1, 2, 3}
+    again = fed.Arrivals(sizes, 4, 9, oldest, 1.0, seed=2)
+    assert again.buffer(59) == found[59]
+    alone = fed.Arrivals(sizes, 4, 1, oldest, 1.0, seed=2)
+    assert {each.age for number in range(20) for each in alone.buffer(number)} == {0}
+    with pytest.raises(ValueError, match="smaller cohort"):
+        fed.Arrivals(sizes, 20, 11, oldest, 1.0, seed=2)
+
+
+def test_sampling_of_clients() -> None:
+    sizes = [10] * 40
+    day = fed.day_and_night(day=10, awake=0.3)
+    [there] = day.presences
+    hours = np.stack([there(40, number, SEED) for number in range(20)])
+    assert (hours.sum(0) == 6).all()
+    assert (hours[:10] == hours[10:]).all()
+    for sampling in (day, fed.drop_outs(0.5), fed.over_selected(0.5), fed.both(day, fed.over_selected(0.5))):
+        for number in range(10):
+            drawn = sampling.drawn(sizes, 4, SEED, number)
+            assert len(set(drawn.tolist())) == 4
+            assert (drawn == sampling.drawn(sizes, 4, SEED, number)).all()
+    assert all(hours[number][day.drawn(sizes, 4, SEED, number)].all() for number in range(20))
+    [home] = fed.drop_outs(0.25).presences
+    assert 0.7 < np.mean([home(40, number, SEED).mean() for number in range(100)]) < 0.8
+    uneven = [1] * 20 + [100] * 20
+    first_ones = [fed.over_selected(1.0, sigma=0.0).drawn(uneven, 10, SEED, number) for number in range(50)]
+    assert np.mean(np.concatenate(first_ones) < 20) > 0.8
+    with pytest.raises(ValueError, match="smaller cohort"):
+        fed.drop_outs(0.99).drawn([1] * 4, 4, SEED, 0)
+
+
+def test_sampling_of_a_run() -> None:
+    """A run's clients have their sampling."""
+    dealt = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED, fed.day_and_night(day=3))
+    own = job(data=lambda path: pt.Data(dealt, None))
+    drawn = [Cohorts(dealt, 2, SEED).order(number).tolist() for number in range(3)]
+    plainly = [Cohorts(fed.Clients(dealt.dataset, dealt.parts), 2, SEED).order(number).tolist() for number in range(3)]
+    assert drawn != plainly
+    with pytest.raises(ValueError, match="draws its clients itself"):
+        trained(fed.fed_buff(2, 2), 1, job=own, clients=None)
+    one, other = (trained(fed.fed_avg(2, 1, 4), 3, job=own, clients=None) for _ in range(2))
+    assert all(map(torch.equal, one, other))
+    assert not all(map(torch.equal, one, trained(fed.fed_avg(2, 1, 4), 3)))
+
+
+def test_refusals_of_strategies_around_rounds() -> None:
+    for inner in (fed.scaffold(), fed.fed_nova(), fed.q_fed_avg()):
+        with pytest.raises(Incompatible, match="PT2511"):
+            fed.fed_robust(inner)
+    with pytest.raises(Incompatible, match="PT2512"):
+        fed.fed_coded(codec=feedback(one_bit()))
+    for wrap in (fed.fed_robust, fed.fed_coded):
+        with pytest.raises(ValueError, match="has none"):
+            wrap(pt.strategies.sync_sgd())
+    for wrong, told in ((fed.fed_rep(3, head="9"), "no module"), (fed.fed_bn(3), "normalisation")):
+        with pytest.raises(ValueError, match=told):
+            trained(wrong, 1)
