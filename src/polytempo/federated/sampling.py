@@ -101,7 +101,8 @@ def both(first: Sampling, second: Sampling) -> Sampling:
 
 def durations(sizes: Sequence[int], sigma: float, seed: int) -> NDArray[np.float64]:
     """nₖ exp(σ zₖ): the time of each client's training, in units of a sample's on the median client."""
-    return np.asarray(sizes) * np.exp(sigma * generator(seed, "speeds").standard_normal(len(sizes)))
+    speeds: NDArray[np.float64] = np.exp(sigma * generator(seed, "speeds").standard_normal(len(sizes)))
+    return np.asarray(sizes, dtype=np.float64) * speeds
 
 
 def generator(seed: int, purpose: str, number: int | None = None) -> np.random.Generator:

@@ -105,8 +105,8 @@ class ClientTurns(SlicedGradients):
         cohort, trainable = self._rounds.number, self._replica.trainable
         for group in by_kind(dict(zip(self._controls, self._sums, strict=False))).values():
             bundle = Bundle(group)
-            total = bundle.with_flat(await Invariant(cohort)(port, bundle.flat))
-            torch._foreach_add_([self._controls[name] for name in group], list(total.views.values()))
+            added = bundle.with_flat(await Invariant(cohort)(port, bundle.flat))
+            torch._foreach_add_([self._controls[name] for name in group], list(added.views.values()))
         if self._rounds.merge is not None:
             await merged_(port, trainable, self._movements, cohort, self._rounds.merge)
         if self._local.fairness:
@@ -183,9 +183,10 @@ class ClientTurns(SlicedGradients):
         replica, local, losses = self._replica, self._local, list[Tensor]()
         for epoch in range(local.head_epochs + local.epochs):
             if local.head_epochs:
-                for parameters, first in ((self._head, True), (self._own, False)):
-                    for parameter in parameters:
-                        parameter.requires_grad_((epoch < local.head_epochs) is first)
+                for each in self._head:
+                    each.requires_grad_(epoch < local.head_epochs)
+                for parameter in self._own:
+                    parameter.requires_grad_(epoch >= local.head_epochs)
             order = _order(len(client), (self._seed, replica.step, client.number, epoch))
             for batch in client.batches(local.batch_size, order):
                 optimizer.zero_grad()
@@ -195,8 +196,8 @@ class ClientTurns(SlicedGradients):
                 loss.backward()
                 if local.proximal:
                     self._pull(local.proximal)
-                for parameter, each in zip(self._own, correction, strict=False):
-                    parameter.grad = each.clone() if parameter.grad is None else parameter.grad.add_(each)
+                for parameter, more in zip(self._own, correction, strict=False):
+                    parameter.grad = more.clone() if parameter.grad is None else parameter.grad.add_(more)
                 optimizer.step()
                 losses.append(loss.detach())
         return losses

@@ -95,7 +95,7 @@ def check_sliced(model: nn.Module, strategy: Strategy) -> None:
 
     Statistics that stay with a client do not.
     """
-    kept = frozenset() if strategy.rounds is None else strategy.rounds.local.kept(model)
+    kept: frozenset[str] = frozenset() if strategy.rounds is None else strategy.rounds.local.kept(model)
     for name, module in model.named_modules():
         has = isinstance(module, _NormBase) and module.training and module.track_running_stats
         if has and f"{name}.running_mean".lstrip(".") not in kept:
