@@ -6,6 +6,7 @@ Seeds are literals; the data are drawn from them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -392,3 +394,12 @@ def test_a_cohort_has_nobody_twice_and_is_the_same_again() -> None:
         assert len(set(drawn.order(number).tolist())) == 7
         assert torch.equal(drawn.order(number), drawn.order(number))
     assert {client for number in range(30) for client in drawn.order(number).tolist()} == set(range(20))
+
+
+def test_a_picture_of_clients(tmp_path: Path) -> None:
+    fed.clients(data(), fed.dirichlet(6, 0.5), seed=2).plot(str(tmp_path / "clients.png"))
+    with Image.open(tmp_path / "clients.png") as picture:
+        assert picture.size[0] == 1100
+    floats = fed.clients(TensorDataset(torch.zeros(4, 1), torch.zeros(4)), fed.iid(2))
+    with pytest.raises(ValueError, match="name no class"):
+        floats.plot(str(tmp_path / "none.png"))

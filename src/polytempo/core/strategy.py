@@ -138,6 +138,19 @@ class LocalTraining(NamedTuple):
         return self.epochs * torch.ceil(samples / samples.clamp(max=self.batch_size or float("inf")))
 
 
+class Privacy(NamedTuple):
+    """Differential privacy of clients in rounds (`federated.private`)."""
+
+    clip: float
+    """S, the largest norm of a client's movement."""
+    noise: float
+    """z: the sum of movements has noise of deviation z S."""
+    delta: float
+    """δ of (ε, δ)."""
+    cohort: int
+    """The expected number of clients in a round. Each takes part with probability cohort / clients."""
+
+
 @dataclass(frozen=True)
 class InRounds(InSlices):
     """Meeting: each step is a round of `number` clients, drawn from many. They train from the same model.
@@ -157,6 +170,13 @@ class InRounds(InSlices):
     """The code of a client's movement on its way to the server."""
     pull_codec: Codec | None = None
     """The code of the model on its way to a client."""
+    privacy: Privacy | None = None
+    """Rounds that have it have at most `number` clients."""
+
+    @property
+    def is_noisy(self) -> bool:
+        """True where rounds spend privacy, which is then counted."""
+        return self.privacy is not None and self.privacy.noise > 0
 
 
 @dataclass(frozen=True)
@@ -273,6 +293,7 @@ class Strategy:
             "racing": self.one_copy not in (None, "together"),
             "slices": self.slices is not None,
             "rounds": self.rounds is not None,
+            "noisy rounds": self.rounds is not None and self.rounds.is_noisy,
             "stages": self.schedule is not None,
             "parts": self.parted is not None,
             "groups": self.distillation is not None,

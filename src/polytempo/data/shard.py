@@ -175,6 +175,11 @@ class DataShard:
         return self.consumed - self._num_left
 
     @property
+    def dataset(self) -> Any:
+        """The data set that is dealt."""
+        return self._source.dataset
+
+    @property
     def in_memory(self) -> bool:
         """True if batches are taken out of tensors, so that nothing is drawn meanwhile."""
         return self._tensors is not None

@@ -4,7 +4,9 @@ from polytempo.federated import strategies
 from polytempo.federated.arrivals import Arrivals, ClientArrival
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
+from polytempo.federated.privacy import private
 from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected
+from polytempo.federated.secure_sum import FixedPoint, secure_bytes, secure_sum
 from polytempo.federated.strategies import (
     fed_adagrad,
     fed_adam,
@@ -28,6 +30,7 @@ __all__ = [
     "ClientArrival",
     "Clients",
     "Cohorts",
+    "FixedPoint",
     "Partition",
     "PartitionFacts",
     "Sampling",
@@ -52,8 +55,11 @@ __all__ = [
     "fed_yogi",
     "iid",
     "over_selected",
+    "private",
     "q_fed_avg",
     "scaffold",
+    "secure_bytes",
+    "secure_sum",
     "shards",
     "strategies",
 ]

@@ -8,16 +8,19 @@ round 1    ●     ●                             ●
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from polytempo.core.strategy import Buffering
+from polytempo.core.system.url_path import place
 from polytempo.federated.arrivals import Arrivals
 from polytempo.federated.partitions import Partition
-from polytempo.federated.sampling import Sampling
+from polytempo.federated.sampling import Sampling, generator
 
 
 class PartitionFacts(NamedTuple):
@@ -72,12 +75,33 @@ class Clients(Dataset[Any]):
         entropy = distance = None
         labels = labels_of(self.dataset)
         if labels.dim() == 1 and not labels.is_floating_point():
-            counts = self.counts().double()
-            own, whole = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
-            entropy = float(-(own * own.clamp(min=1e-300).log2()).sum(1).mean())
-            apart = (own - whole).abs().sum(1) / 2
-            distance = float((apart * counts.sum(1)).sum() / counts.sum())
+            counts = self.counts()
+            each_entropy, each_distance = _mixtures(counts)
+            entropy = float(each_entropy.mean())
+            distance = float((each_distance * counts.sum(1)).sum() / counts.sum())
         return PartitionFacts(len(sizes), sum(sizes), (sizes[0], sizes[len(sizes) // 2], sizes[-1]), entropy, distance)
+
+    def plot(self, path: str) -> None:
+        """Write a PNG with a row for each client: its classes, samples, entropy and distance from all clients' classes.
+
+        ValueError for targets that name no class.
+        """
+        counts, facts = self.counts(), self.facts()
+        entropy, distance = _mixtures(counts)
+        least, median, most = facts.sizes
+        title = (
+            f"{facts.samples:,} samples of {facts.clients:,} clients: {least:,} to {most:,} each, median {median:,}; "
+            f"entropy {facts.entropy:.2f} bits, distance {facts.distance:.2f}"
+        )
+        picture = import_module("polytempo.report.pictures.clients_picture")
+        picture.draw_clients(place(path), counts.numpy(), entropy.numpy(), distance.numpy(), title)
+
+
+def _mixtures(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The entropy of each client's classes, in bits, and half the L1 distance from all clients' classes."""
+    found = counts.double()
+    own, whole = found / found.sum(1, keepdim=True), found.sum(0) / found.sum()
+    return -(own * own.clamp(min=1e-300).log2()).sum(1), (own - whole).abs().sum(1) / 2
 
 
 def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0, sampling: Sampling | None = None) -> Clients:
@@ -118,6 +142,8 @@ class Client(NamedTuple):
 
     def batches(self, batch_size: int | None, order: Tensor) -> Iterator[Any]:
         """Batches of at most so many of its samples, in `order`, a permutation of 0 to len - 1."""
+        if not len(self):
+            return
         for chosen in self.part[order].split(batch_size or len(order)):
             if isinstance(self.dataset, TensorDataset) and self.collate is None:
                 yield [tensor.index_select(0, chosen) for tensor in self.dataset.tensors]
@@ -137,11 +163,16 @@ class Cohorts(Dataset[Client]):
         seed: int,
         collate: Callable[[list[Any]], Any] | None = None,
         buffering: Buffering | None = None,
+        expected: int | None = None,
     ) -> None:
-        """`size`: clients in a round. ValueError where there are not so many."""
-        if size > len(clients.parts):
+        """`size`: clients in a round; with `expected`, at most so many, and the expected number.
+
+        ValueError where there are not so many.
+        """
+        least = size if expected is None else expected
+        if least > len(clients.parts):
             raise ValueError(
-                f"a round of {size} clients needs that many, and there are {len(clients.parts)}; give a smaller cohort"
+                f"a round of {least} clients needs that many, and there are {len(clients.parts)}; give a smaller cohort"
             )
         self.clients, self._size, self._seed, self._collate = clients, size, seed, collate
         self._samples = sum(clients.sizes)
@@ -150,11 +181,16 @@ class Cohorts(Dataset[Client]):
                 "an asynchronous server draws its clients itself; give the data no sampling, or use fed_avg()"
             )
         self._arrivals = None if buffering is None else Arrivals(clients.sizes, size, *buffering, seed)
+        if expected is not None and clients.sampling != Sampling():
+            raise ValueError("clients of private rounds take part with equal probabilities; give the data no sampling")
+        self._likely = None if expected is None else expected / len(clients.parts)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, number: int) -> Client:
+        if self._arrivals is None and number >= len(self.clients.parts):
+            return Client(number, self.clients.dataset, torch.empty(0, dtype=torch.long), self._collate, weight=0.0)
         age, client = divmod(number, len(self.clients.parts))
         part = self.clients.parts[client]
         return Client(client, self.clients.dataset, part, self._collate, len(part) / self._samples, age)
@@ -162,11 +198,17 @@ class Cohorts(Dataset[Client]):
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.
 
-        A number is the client's, plus the number of clients times its model's age.
+        A number is the client's, plus the number of clients times its model's age. With `expected` each client takes
+        part with the same probability, independently (Poisson sampling), and places that stay free have numbers above
+        the last client's.
         """
         if self._arrivals is not None:
             found = self._arrivals.buffer(round_number)
             return torch.tensor([each.client + len(self.clients.parts) * each.age for each in found])
+        if self._likely is not None:
+            number, random = len(self.clients.parts), generator(self._seed, "cohort", round_number)
+            taken = random.permutation(np.flatnonzero(random.random(number) < self._likely))[: self._size]
+            return torch.from_numpy(np.concatenate([taken, number + np.arange(self._size - len(taken))]))
         drawn = self.clients.sampling.drawn(self.clients.sizes, self._size, self._seed, round_number)
         return torch.from_numpy(drawn)
 

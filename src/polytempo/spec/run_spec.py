@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,6 +233,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "no folder": options.out is None,
         "clients": options.clients is not None,
         "no rounds": strategy.rounds is None,
+        "no accountant": "noisy rounds" in strategy.features and find_spec("dp_accounting") is None,
         "batch size": options.batch_size is not None or options.global_batch_size is not None,
         "folder at a URL": ":" in str(options.out),
         "profile": options.profile is not None,

@@ -59,6 +59,8 @@ class Names(NamedTuple):
     """A strategy after another one."""
     federated: Mapping[str, Function]
     """Strategies of rounds of clients."""
+    private: Mapping[str, Function]
+    """The function that makes such a strategy private."""
     partitions: Mapping[str, Function]
     """Partitions of data over clients."""
     scheduled_data: Mapping[str, Function]
@@ -79,9 +81,10 @@ class Names(NamedTuple):
             if "inner" in inspect.signature(self.strategies[call.name]).parameters:
                 inner = {name: Factory(function) for name, function in self.strategies.items()}
                 arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
-        if call.name in self.federated:
-            arguments = {**arguments, "inner": {name: Factory(function) for name, function in self.federated.items()}}
-        return resolve(call, {**self.strategies, **self.federated}, arguments, what="strategy")
+        of_clients = {**self.federated, **self.private}
+        if call.name in of_clients:
+            arguments = {**arguments, "inner": {name: Factory(function) for name, function in of_clients.items()}}
+        return resolve(call, {**self.strategies, **of_clients}, arguments, what="strategy")
 
     def _then(self, call: Call) -> object:
         """A strategy after another one: two of the three arguments are calls of strategies."""
@@ -158,6 +161,7 @@ def names(load: Load) -> Names:
         scheduled={name: scheduled[name] for name in SCHEDULED},
         then=load("spec.then")["then"],
         federated=load("federated.strategies"),
+        private=load("federated.privacy"),
         partitions={name: partitions[name] for name in partitions if name != "by"},
         scheduled_data=load("data.scheduled"),
         arguments={

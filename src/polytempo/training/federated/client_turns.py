@@ -17,6 +17,7 @@ from polytempo.collectives.invariant import Invariant
 from polytempo.core import Bundle, Codec, EncodeContext, Port
 from polytempo.core.bundle import by_kind
 from polytempo.federated.clients import Client, Clients, Cohorts, clients
+from polytempo.federated.privacy import add_noise_, clip_
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
@@ -48,7 +49,8 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts:
     else:
         dealt = clients(train, parse_partition(given), spec.seed)
     rounds = spec.strategy.rounds
-    return Cohorts(dealt, rounds.number, spec.seed, data.collate, rounds.local.buffering)
+    expected = None if rounds.privacy is None else rounds.privacy.cohort
+    return Cohorts(dealt, rounds.number, spec.seed, data.collate, rounds.local.buffering, expected)
 
 
 class ClientTurns(SlicedGradients):
@@ -156,8 +158,16 @@ class ClientTurns(SlicedGradients):
             norm = sum(float(each.double().square().sum()) for each in movement)
             slope = local.fairness * first_loss ** (local.fairness - 1) * norm * _rates_of(optimizer)[id(self._own[0])]
             self._bottoms[piece.number] = weight + piece.share * slope
+        privacy = self._rounds.privacy
+        if privacy is not None:
+            clip_(movement, privacy.clip)
         torch._foreach_mul_(movement, weight)
-        return torch.stack(losses).mean(), movement + [each.mul_(client.weight) for each in changes.values()]
+        if privacy is not None and piece.number == 0:
+            used.update(range(len(movement)))
+            seed_step(self._seed, 0, self._replica.step, "noise of a round")
+            add_noise_(movement, privacy)
+        loss = torch.stack(losses).mean() if losses else torch.zeros(())
+        return loss, movement + [each.mul_(client.weight) for each in changes.values()]
 
     def _model_of(self, age: int) -> list[Tensor]:
         """The server's model of `age` updates ago, as clients receive it."""

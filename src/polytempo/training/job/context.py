@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port, Program
 from polytempo.data.shard import DataShard
+from polytempo.federated.privacy import epsilon
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
@@ -127,6 +128,14 @@ class TrainingContext:
     def scored(self) -> dict[str, Tensor]:
         """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
         return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
+
+    def spent(self, rounds: int) -> dict[str, float]:
+        """ε and δ after so many rounds of clients with noise, earlier runs' included; else nothing."""
+        meeting = self.spec.strategy.rounds
+        if meeting is None or meeting.privacy is None or not meeting.is_noisy:
+            return {}
+        clients = len(self.shard.dataset.clients.parts)
+        return {"epsilon": epsilon(meeting.privacy, clients, rounds), "delta": meeting.privacy.delta}
 
     @property
     def job(self) -> Job:

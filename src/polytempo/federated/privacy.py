@@ -1,0 +1,105 @@
+"""`private`: a strategy of rounds with differential privacy of its clients, and ε, which it spends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from scipy.stats import poisson
+from torch import Tensor
+
+from polytempo.aggregation import mean
+from polytempo.collectives.invariant import Invariant
+from polytempo.core import Strategy, call_name
+from polytempo.core.strategy import InRounds, LocalTraining, Privacy
+from polytempo.federated.rounds import by_samples
+
+__all__ = ["private"]
+
+_OVERFLOW = 1e-15
+"""Probability of a round with more clients than it has places for."""
+
+
+def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float = 1e-5) -> Strategy:
+    """Clip each client's movement and add Gaussian noise to their mean, so that a model tells little of any client.
+
+        pt.run(job, pt.federated.private(pt.federated.fed_avg(cohort=100), clip=0.5), clients="iid(10000)", workers=2)
+
+    With m the strategy's `cohort`, K clients, S = `clip` and z = `noise`:
+
+        cohort ← each client, with probability m / K        Δₖ ← Δₖ min(1, S / ‖Δₖ‖)
+        gradient ← 1/m (Σₖ Δₖ + N(0, z² S² I)), then the step of `inner`
+
+    Clients count equally, with many samples or few, and the divisor is fixed. A round has places for more
+    clients than m, so that it has too few of them with probability 1e-15.
+
+    Rows of tests and the result's `metrics` have `epsilon` and `delta` after all rounds so far, those before a resume
+    included: the model is (ε, δ)-private for adding or removing one client with all of its samples. Noise 0 clips only,
+    and there is no ε. The extra `privacy` brings the accountant (Rényi divergences, by dp-accounting).
+
+    The guarantee is of models. Rows of training have the clients' losses without noise. Noise and cohorts are drawn
+    from the run's seed, so it must stay a secret. The rounding of floats is not counted.
+
+    Cost: a pass over each movement, and a draw of noise for the model in each round.
+
+    Errors: ValueError for a strategy that sends more than movements, or weighs them by the clients' values, such as
+    `fed_nova`. `Incompatible` (PT2513) without the accountant.
+
+    Source: B. McMahan, D. Ramage, K. Talwar and L. Zhang, "Learning differentially private recurrent language models",
+    2018, algorithm 1, with equal weights, flat clipping and the fixed denominator q W.
+    """
+    rounds = inner.rounds
+    if not (clip > 0 and noise >= 0 and 0 < delta < 1):
+        raise ValueError(
+            f"clip must be above 0, noise at least 0, delta between 0 and 1; got {clip}, {noise} and {delta}"
+        )
+    if rounds is None or rounds != InRounds(rounds.number, _plain(rounds.local), by_samples, rounds.server):
+        raise ValueError(
+            f"private takes rounds of clients that send movements alone, weighed by their samples, and {inner} does "
+            "not; give fed_avg, fed_avg_m, fed_prox, fed_adam, fed_yogi or fed_adagrad"
+        )
+    cohort = rounds.number
+    places = int(poisson.isf(_OVERFLOW, cohort)) + 1
+
+    def shares(samples: Tensor, local: LocalTraining) -> Tensor:
+        return (samples > 0) / torch.tensor(cohort, dtype=samples.dtype)
+
+    meeting = replace(
+        rounds, number=places, shares=shares, privacy=Privacy(float(clip), float(noise), float(delta), cohort)
+    )
+    return replace(inner, name=call_name(private, locals()), gradients=mean(Invariant(places)), meeting=meeting)
+
+
+def _plain(local: LocalTraining) -> LocalTraining:
+    return LocalTraining(local.epochs, local.batch_size, local.proximal)
+
+
+def clip_(movement: list[Tensor], norm: float) -> None:
+    """Scale the movement so that its norm over all tensors is at most `norm`."""
+    length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(movement)))
+    torch._foreach_mul_(movement, (norm / length).clamp(max=1.0))
+
+
+def add_noise_(mean_part: list[Tensor], privacy: Privacy) -> None:
+    """Add N(0, (z S / m)²) to each number."""
+    for tensor in mean_part:
+        tensor.add_(torch.randn_like(tensor), alpha=privacy.noise * privacy.clip / privacy.cohort)
+
+
+@lru_cache(maxsize=64)
+def epsilon(privacy: Privacy, clients: int, rounds: int) -> float:
+    """ε at the privacy's δ after so many rounds. Cost: half a second, once for each number of rounds.
+
+    Source: I. Mironov, K. Talwar and L. Zhang, "Rényi differential privacy of the sampled Gaussian mechanism", 2019, by
+    dp-accounting.
+    """
+    if not rounds:
+        return 0.0
+    accounting: Any = import_module("dp_accounting")
+    accountant = import_module("dp_accounting.rdp").RdpAccountant()
+    round_event = accounting.PoissonSampledDpEvent(privacy.cohort / clients, accounting.GaussianDpEvent(privacy.noise))
+    accountant.compose(round_event, rounds)
+    return float(accountant.get_epsilon(privacy.delta))
