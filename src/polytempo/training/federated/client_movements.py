@@ -38,9 +38,10 @@ async def merged_(
     counts = [len(subtree(cohort, port.size, rank)) for rank in range(port.size)]
     for names in by_kind(parameters).values():
         each = [Bundle({n: own[n] for n in names}).flat for own in _named(parameters, movements)]
-        padded = each + [torch.zeros_like(each[0])] * (max(counts) - len(each))
-        gathered = await port.all_gather(torch.stack(padded)) if port.size > 1 else [torch.stack(padded)]
-        rows = [row for stacked, count in zip(gathered, counts, strict=True) for row in stacked[:count]]
+        most, numel = max(counts), each[0].numel()
+        own_rows = torch.cat([*each, each[0].new_zeros((most - len(each)) * numel)])
+        gathered = await port.all_gather(own_rows) if port.size > 1 else [own_rows]
+        rows = [row for flat, count in zip(gathered, counts, strict=True) for row in flat.view(most, numel)[:count]]
         answer = Bundle({n: torch.empty_like(parameters[n].detach()) for n in names}).with_flat(merge(rows))
         for name, view in answer.views.items():
             parameters[name].grad = view.clone()
