@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
-from polytempo.compression import bf16, feedback, qsgd
+from polytempo.compression import bf16, chunk_top_k, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 from polytempo.server.rules.staleness import power
@@ -97,6 +97,22 @@ ROWS = [
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
+    Row(
+        "streaming_diloco",
+        lambda: s.streaming_diloco(period=5, fragments=1, delay=0, blend=0.0),
+        alone="diloco",
+        meets=lambda step: step % 5 == 0,
+    ),
+    Row("streaming_diloco", lambda: s.streaming_diloco(4, 2, 1, 0.5, route=collectives.ring), alone="streaming"),
+    Row("streaming_diloco", lambda: s.streaming_diloco(6, 3, 4, "keep", route=collectives.ring), alone="streaming"),
+    Row("noloco", lambda: s.noloco(4, 1.0, 0.5), alone="slowmo"),
+    Row("quasi_global_momentum", lambda: s.quasi_global_momentum(momentum=0.9), alone="quasi_global"),
+    Row(
+        "distributed_muon",
+        lambda: s.distributed_muon(scale=0.2, route=collectives.ring),
+        alone="muon",
+        meets=lambda step: True,
+    ),
     # ---- strategies that encode, down to the smallest tensors
     Row("bf16_sgd", lambda: s.bf16_sgd(route=collectives.ring), meets=lambda step: True, by_place=True),
     Row(  # the optimizers here have momentum
@@ -104,13 +120,39 @@ ROWS = [
         lambda: s.dgc(ratio=0.2, momentum=0.0, clip=1.0, warmup_steps=8, exact_below=10),
         meets=lambda step: True,
     ),
+    Row("demo", lambda: s.demo(0.2, exact_below=0), alone="signs", meets=lambda step: True),
+    Row(
+        "distributed_lion", lambda: s.distributed_lion(scale=0.01, exact_below=0), alone="lion", meets=lambda step: True
+    ),
+    Row(
+        "dion",
+        lambda: s.dion(2, scale=0.2, route=collectives.ring, exact_below=0),
+        alone="dion",
+        meets=lambda step: True,
+    ),
     Row("int8_sgd", lambda: s.int8_sgd(block=8, exact_below=0), meets=lambda step: True, by_place=True),
+    Row(
+        "one_bit_adam",
+        lambda: s.one_bit_adam(warmup_steps=5, scale=0.01, exact_below=0),
+        alone="one_bit_adam",
+        meets=lambda step: True,
+        by_place=True,
+    ),
     Row("one_bit_sgd", lambda: s.one_bit_sgd(exact_below=0), meets=lambda step: True, by_place=True),
     Row("power_sgd", lambda: s.power_sgd(1, collectives.ring, exact_below=0), meets=lambda step: True),
     Row("qsgd", lambda: s.qsgd(bucket=8, exact_below=0), meets=lambda step: True, by_place=True),
     Row("sign_sgd", lambda: s.sign_sgd(exact_below=0), meets=lambda step: True),
     Row("sign_sgd", lambda: s.sign_sgd(feedback=True, exact_below=0), meets=lambda step: True, by_place=True),
     Row("sign_sgd", lambda: s.sign_sgd(exact_below=0, momentum=0.9), alone="signum", meets=lambda step: True),
+    *[
+        Row(
+            "sparse_loco",
+            lambda codec=codec, mean_of=mean_of: s.sparse_loco(4, codec=codec, mean_of=mean_of, exact_below=0),
+            alone="anchored",
+            meets=lambda step: step % 4 == 0,
+        )
+        for codec, mean_of in [(chunk_top_k(0.3), "workers"), (chunk_top_k(0.1, bits=None), "senders")]
+    ],
     Row("terngrad", s.terngrad, meets=lambda step: True),
     Row("threshold_sgd", lambda: s.threshold_sgd(0.01, density=0.3, exact_below=0), meets=lambda step: True),
     Row("top_k_sgd", lambda: s.top_k_sgd(0.2, exact_below=0), meets=lambda step: True),

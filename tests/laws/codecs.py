@@ -50,6 +50,9 @@ ROWS = [
     Row("threshold(density=0.1)", lambda: c.threshold(density=0.1), "conserving", sparse=True, fixed=False),
     Row("top_k(0.1)", lambda: c.top_k(0.1), "contraction", sparse=True),
     Row("top_k(0.1, entropy=True)", lambda: c.top_k(0.1, entropy=True), "contraction", sparse=True, fixed=False),
+    Row("chunk_top_k()", c.chunk_top_k, "contraction", sparse=True),
+    Row("chunk_top_k(0.1, bits=None)", lambda: c.chunk_top_k(0.1, bits=None), "contraction", sparse=True),
+    Row("chunk_top_k(0.2, 4, rotated=True)", lambda: c.chunk_top_k(0.2, 4, rotated=True), "contraction", sparse=True),
     Row("random_k(0.1)", lambda: c.random_k(0.1), "contraction", summable=True, sparse=True, draws=True),
     Row(
         *("random_k(0.1, unbiased=True)", lambda: c.random_k(0.1, unbiased=True), "unbiased"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laws.harness import OPTIMIZERS, Setting, flat, joined_batch, loss_of, model
+from polytempo import strategies
+from polytempo.core import Bundle
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -79,6 +82,171 @@ def signum(num_steps: int, momentum: float, setting: Setting) -> list[Tensor]:
         gradients = [p.grad for p in net.parameters() if p.grad is not None]
         averages = [a.lerp(g, 1 - momentum) for a, g in zip(averages, gradients, strict=True)]
         take_step(net, optimizer, [average.clone() for average in averages])
+        history.append(flat(net))
+    return history
+
+
+FRAGMENTS = {(4, 2): (0, 1, 1, 1), (4, 3): (0, 1, 2, 2), (2, 2): (0, 1), (2, 3): (0, 1)}
+"""(Tensors, fragments) -> each tensor's fragment, of the laws' models."""
+
+
+class Streams:
+    """One worker of streaming DiLoCo, outer rate 0.7 and momentum 0.5, tensor by tensor."""
+
+    def __init__(self, parameters: Iterable[Tensor], period: int, fragments: int, delay: int, blend: str) -> None:
+        self.parameters = list(parameters)
+        self.anchors = [p.detach().clone() for p in self.parameters]
+        self.velocities = [torch.zeros_like(p) for p in self.anchors]
+        self.asked = [p.clone() for p in self.anchors]
+        self.period, self.delay, self.blend = period, delay, blend
+        of = FRAGMENTS[len(self.parameters), fragments]
+        self.first = [period * (p + 1) // fragments for p in of]
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        """The parameters after `step`, from 1, of the inner optimizer."""
+        for i, (parameter, first) in enumerate(zip(self.parameters, self.first, strict=True)):
+            if step >= first + self.delay and (step - first) % self.period == self.delay:
+                anchor = self.anchors[i]
+                kept = self.blend == "'keep'"
+                arrived = anchor + (parameter - self.asked[i]) if kept else anchor.lerp(parameter, float(self.blend))
+                parameter.copy_(arrived)
+            if step >= first and (step - first) % self.period == 0:
+                moved = self.anchors[i] - parameter
+                self.asked[i] = parameter.clone()
+                self.velocities[i] = 0.5 * self.velocities[i] + moved
+                self.anchors[i] = self.anchors[i] - 0.7 * (moved + 0.5 * self.velocities[i])
+
+
+def streaming(num_steps: int, name: str, setting: Setting) -> list[Tensor]:
+    """Streaming DiLoCo with the arguments that its name has."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    streams = Streams(net.parameters(), *streaming_arguments(name))
+    history = []
+    for step in range(1, num_steps + 1):
+        take_gradients(net, joined_batch(step - 1, setting.dtype))
+        optimizer.step()
+        streams.after(step)
+        history.append(flat(net))
+    return history
+
+
+def streaming_arguments(name: str) -> tuple[int, int, int, str]:
+    """The period, the fragments, the delay, and the blend."""
+    match = re.search(r"period=(\d+), fragments=(\d+), delay=(\d+), blend=([^,]+)", name)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3]), match[4]
+
+
+def lion(num_steps: int, momentum: tuple[float, float] | None, setting: Setting) -> list[Tensor]:
+    """One worker steps by a hundredth of a sign: Lion's, or the gradient's."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    averages = [torch.zeros_like(p) for p in net.parameters()]
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        directions = gradients
+        if momentum is not None:
+            directions = [a.lerp(g, 1 - momentum[0]) for a, g in zip(averages, gradients, strict=True)]
+            averages = [a.lerp(g, 1 - momentum[1]) for a, g in zip(averages, gradients, strict=True)]
+        take_step(net, optimizer, [direction.sign() * 0.01 for direction in directions])
+        history.append(flat(net))
+    return history
+
+
+def quasi_global(num_steps: int, momentum: float, smoothing: float, setting: Setting) -> list[Tensor]:
+    """One worker, moved on by the average of its own movements."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    before = flat(net)
+    velocity = torch.zeros_like(before)
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        optimizer.step()
+        after = torch.sub(flat(net), velocity, alpha=momentum)
+        velocity = velocity.lerp(before - after, 1 - smoothing)
+        before = after
+        torch.nn.utils.vector_to_parameters(after.clone(), net.parameters())
+        history.append(flat(net))
+    return history
+
+
+def muon(num_steps: int, setting: Setting) -> list[Tensor]:
+    """One worker's matrices go along the orthogonal factor of a momentum of 0.95, a fifth as far; others as they do."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    averages = [torch.zeros_like(p) for p in net.parameters()]
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        averages = [a.lerp(g, 1 - 0.95) for a, g in zip(averages, gradients, strict=True)]
+        ahead = [g.lerp(a, 0.95) for a, g in zip(averages, gradients, strict=True)]
+        take_step(net, optimizer, [near(a) if a.dim() == 2 else g for a, g in zip(ahead, gradients, strict=True)])
+        history.append(flat(net))
+    return history
+
+
+def near(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz steps, times 0.2 √max(1, rows / columns)."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.T if tall else x) * (0.2 * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+
+
+def dion(num_steps: int, setting: Setting) -> list[Tensor]:
+    """One worker's matrices go along the two directions of a power iteration; vectors go by plain gradients."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    begin = strategies.dion(2, exact_below=0).gradients.init(Bundle(dict(net.named_parameters())))
+    rights = {name: each.right for name, each in begin.matrices.items()}
+    sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        directions = []
+        for name, p in net.named_parameters():
+            assert p.grad is not None
+            direction = p.grad.clone()
+            if name in rights:
+                sums[name] = sums[name] + direction
+                left = torch.linalg.qr((rights[name] @ sums[name].t()).double().t()).Q.t().to(p.dtype).contiguous()
+                found = left @ sums[name]
+                sums[name] = torch.sub(sums[name], left.t() @ found, alpha=1 - 0.95)
+                rights[name] = found / found.norm(dim=1, keepdim=True)
+                direction = left.t() @ rights[name] * (0.2 * (p.shape[0] / p.shape[1]) ** 0.5)
+            directions.append(direction)
+        take_step(net, optimizer, directions)
+        history.append(flat(net))
+    return history
+
+
+def one_bit_adam(num_steps: int, warmup: int, setting: Setting) -> list[Tensor]:
+    """One worker, for whom nothing is encoded: a hundredth of Adam's step, with a second moment that stays."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in net.parameters()]
+    history = []
+    for step in range(1, num_steps + 1):
+        take_gradients(net, joined_batch(step - 1, setting.dtype))
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        directions = []
+        for i, gradient in enumerate(gradients):
+            first, second = moments[i]
+            first = first.lerp(gradient, 1 - 0.9)
+            second = second.lerp(gradient.square(), 1 - 0.999) if step <= warmup else second
+            moments[i] = first, second
+            root = (second / (1 - 0.999 ** min(step, warmup))).sqrt() + 1e-8
+            directions.append(first / root * (0.01 / (1 - 0.9**step)))
+        take_step(net, optimizer, directions)
         history.append(flat(net))
     return history
 

@@ -103,7 +103,7 @@ def test_other_layouts(strategy: Any, workers: int, options: dict[str, Any], tmp
 REFUSED = {"server": "PT1539", "slices": "PT1540", "racing": "PT1541"}
 OWN_STEPS = (
     *("parameter_averaging", "local_sgd", "post_local_sgd", "diloco", "gossip", "stochastic_gradient_push"),
-    *("slowmo", "adasum"),
+    *("slowmo", "adasum", "sparse_loco", "streaming_diloco", "noloco", "quasi_global_momentum"),
 )
 
 
@@ -113,7 +113,7 @@ def refusal(row: Row) -> str | None:
     code = next((code for name, code in REFUSED.items() if name in strategy.features), None)
     if code is not None or row.name in OWN_STEPS:
         return code or ("PT154[23]" if row.name == "adasum" else "PT1542")
-    return "PT1543" if row.name == "robust_sgd" or "feedback=False" in str(strategy) else None
+    return "PT1543" if row.name in ("robust_sgd", "distributed_lion") or "feedback=False" in str(strategy) else None
 
 
 @pytest.mark.usefixtures("uneven")

@@ -26,8 +26,13 @@ from polytempo.worlds import VirtualWorld
 AGREE = [
     "adasum",
     "bf16_sgd",
+    "demo",
     "dgc",
+    "dion",
+    "distributed_lion",
+    "distributed_muon",
     "int8_sgd",
+    "one_bit_adam",
     "one_bit_sgd",
     "power_sgd",
     "qsgd",
@@ -39,7 +44,10 @@ AGREE = [
     "top_k_sgd",
 ]
 """Ranks agree on a gradient before the optimizer uses it (`adasum` with adaptive optimizers: on an update after it)."""
-MEET = ["diloco", "gossip", "local_sgd", "parameter_averaging", "post_local_sgd", "slowmo"]
+MEET = [
+    *("diloco", "gossip", "local_sgd", "noloco", "parameter_averaging", "post_local_sgd", "quasi_global_momentum"),
+    *("slowmo", "sparse_loco"),
+]
 """Ranks exchange parameters after steps of their own."""
 REFUSED = {
     **dict.fromkeys(["hogwild", "shared_memory"], "PT1202"),
@@ -56,6 +64,7 @@ REFUSED = {
     "codistillation": "PT1205",
     "delayed_sgd": "PT1206",
     "stochastic_gradient_push": "PT1207",
+    "streaming_diloco": "PT1206",
 }
 
 
@@ -83,6 +92,7 @@ def test_the_page_says_whether_a_strategy_is_taken(name: str) -> None:
     [
         (pt.strategies.gossip(overlap=True), "PT1206"),
         (pt.strategies.slowmo(inner=pt.strategies.gossip()), "PT1208"),
+        (pt.strategies.streaming_diloco(delay=0), "PT1208"),
     ],
     ids=str,
 )
@@ -211,7 +221,14 @@ def test_ranks_meet_after_different_numbers_of_steps(row: Row) -> None:
     meets = row.meets
     if meets is not None:
         assert all(torch.equal(each, after[0]) for each in after)
-    if row.name not in ("diloco", "adasum", "slowmo"):  # these go further than the mean, or not so far
+    if row.name not in (
+        "diloco",
+        "adasum",
+        "slowmo",
+        "sparse_loco",
+        "noloco",
+        "quasi_global_momentum",
+    ):  # these go further than the mean, or not so far
         rounded = "codec" in str(row.make())
         expected = torch.stack(before).mean(0)
         torch.testing.assert_close(torch.stack(after).mean(0), expected, rtol=0, atol=1e-2 if rounded else 1e-12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laws.catalogue import GROUPED, HELPED, PARTED, ROUTES, ROWS, SERVED, STAGED, Row, label
-from laws.definitions import delayed, diloco, signum, slowmo
+from laws.definitions import delayed, diloco, dion, lion, muon, one_bit_adam, quasi_global, signum, slowmo, streaming
 from laws.harness import HOST, OPTIMIZERS, Rank, Setting, plain_torch, run
 from polytempo import strategies
 from polytempo.aggregation import complete, exponential_graph
@@ -54,6 +54,13 @@ ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
     "anchored": lambda strategy, setting: diloco(12, 4, 1.0, 0.0, setting),
     "diloco": lambda strategy, setting: diloco(12, 5, 0.7, 0.5, setting),
     "signum": lambda strategy, setting: signum(12, 0.9, setting),
+    "signs": lambda strategy, setting: lion(12, None, setting),
+    "lion": lambda strategy, setting: lion(12, (0.9, 0.99), setting),
+    "dion": lambda strategy, setting: dion(12, setting),
+    "muon": lambda strategy, setting: muon(12, setting),
+    "one_bit_adam": lambda strategy, setting: one_bit_adam(12, 5, setting),
+    "quasi_global": lambda strategy, setting: quasi_global(12, 0.9, 0.9, setting),
+    "streaming": lambda strategy, setting: streaming(12, str(strategy), setting),
 }
 """A row's `alone` -> the weights after each of 12 steps of one rank."""
 

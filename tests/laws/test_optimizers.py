@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laws.catalogue import HELPED, ROWS, Row, label
+from laws.definitions import Streams, streaming_arguments
 from laws.optimizers import (
     CLUSTER,
     LR,
@@ -73,6 +74,17 @@ def slowmo(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return weights.ends()
 
 
+def streaming_diloco(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """Fragments meet at their own steps; the inner optimizer keeps its state."""
+    if "fragments=1" in label(row):
+        return diloco(row, optimized, workers)
+    streams = Streams(Weights().parameters(), *streaming_arguments(label(row)))
+    for step, weights in enumerate(stepped(optimized, [PLAIN] * STEPS), start=1):
+        streams.parameters = list(weights.parameters())
+        streams.after(step)
+    return weights.ends()
+
+
 def hogwild(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """N workers make N updates of the one copy in a step, each by an optimizer of its own."""
     shared = Weights()
@@ -96,6 +108,32 @@ def sign_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return end_of(optimized, [(0.01, 0.01 * ((vote > 0) - (vote < 0))) for vote in votes])
 
 
+def demo(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """A hundredth of the sign of the mean."""
+    return end_of(optimized, [(0.01, 0.0)] * STEPS)
+
+
+def distributed_lion(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """A hundredth of the majority's sign; one worker's sign has a 0."""
+    return demo(row, optimized, workers) if workers == 1 else sign_sgd(row, optimized, workers)
+
+
+def one_bit_adam(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """A hundredth of Adam's step of a constant gradient, and none without a gradient."""
+    return end_of(optimized, [(0.01 * SLOPE / (SLOPE + 1e-8), 0.0)] * STEPS)
+
+
+def quasi_global_momentum(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """All go on by 0.9 of the average of the movements so far after each step."""
+    before, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for weights in stepped(optimized, [PLAIN] * STEPS):
+        after = weights.ends() - 0.9 * velocity
+        velocity = 0.9 * velocity + 0.1 * (before - after)
+        before = after
+        nn.utils.vector_to_parameters(after.clone(), weights.parameters())
+    return before
+
+
 def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """Every batch of the N workers is one step, at one Nth of the learning rate."""
     weights = Weights()
@@ -111,10 +149,16 @@ def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
     "delayed_sgd": delayed,
+    "demo": demo,
     "diloco": diloco,
+    "distributed_lion": distributed_lion,
     "hogwild": hogwild,
+    "noloco": slowmo,
+    "one_bit_adam": one_bit_adam,
+    "quasi_global_momentum": quasi_global_momentum,
     "sign_sgd": sign_sgd,
     "slowmo": slowmo,
+    "streaming_diloco": streaming_diloco,
 }
 
 
@@ -133,7 +177,7 @@ def tolerance(row: Row, workers: int) -> float:
         return 2e-2
     if workers > 1 and row.name == "hogwild":
         return 2e-2  # the interleaving decides which decayed weights a rank reads
-    return 1e-6 if workers > 1 and row.name in ("int8_sgd", "threshold_sgd") else 1e-11
+    return 1e-6 if workers > 1 and row.name in ("int8_sgd", "one_bit_adam", "threshold_sgd") else 1e-11
 
 
 @pytest.mark.parametrize("workers", [1, 3])

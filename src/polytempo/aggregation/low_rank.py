@@ -59,7 +59,7 @@ class LowRankState(NamedTuple):
     matrices: dict[str, Remembered]
 
 
-class Shape(NamedTuple):
+class MatrixShape(NamedTuple):
     """A tensor seen as a matrix (n, m), and the rank r that it travels by."""
 
     name: str
@@ -139,7 +139,7 @@ class _LowRank:
     def init(self, parameters: Bundle) -> LowRankState:
         found = {}
         for shape in self._compressed(parameters):
-            right = _drawn(shape, self.seed, 0, parameters.tensors[shape.name]) if self.warm_start else None
+            right = drawn_right(shape, self.seed, 0, parameters.tensors[shape.name]) if self.warm_start else None
             found[shape.name] = Remembered(Residual(), right)
         return LowRankState(0, found)
 
@@ -150,7 +150,7 @@ class _LowRank:
         rights = {s.name: state.matrices[s.name].right for s in work.shapes}
         for s in work.shapes:
             if rights[s.name] is None:
-                rights[s.name] = _drawn(s, self.seed, state.step + 1, bundle.tensors[s.name])
+                rights[s.name] = drawn_right(s, self.seed, state.step + 1, bundle.tensors[s.name])
         first = await port.compute(
             lambda: work.project(state.matrices, rights), work.flops / 3, uses=work.uses("project")
         )
@@ -181,14 +181,14 @@ class _LowRank:
         memory = itemsize * (matrices + (rights if self.warm_start else 0))
         return Cost((Exchange(self.name, sums=tuple(sums), flops=flops),), memory)
 
-    def _compressed(self, bundle: Bundle) -> list[Shape]:
-        return [shape for shape in _shapes(bundle.tensors, self.rank, self.exact_below) if shape.pays]
+    def _compressed(self, bundle: Bundle) -> list[MatrixShape]:
+        return [shape for shape in matrix_shapes(bundle.tensors, self.rank, self.exact_below) if shape.pays]
 
 
 class _Step:
     """One exchange on one rank: the three computations around the two all-reduces."""
 
-    def __init__(self, port: Port, bundle: Bundle, shapes: Sequence[Shape], name: str) -> None:
+    def __init__(self, port: Port, bundle: Bundle, shapes: Sequence[MatrixShape], name: str) -> None:
         self.shapes, self.name, self.rank = shapes, name, port.rank
         self.share = 1 / port.size if bundle.share is None else bundle.share
         scaled = bundle.scaled(self.share) if self.share else torch.zeros_like(bundle.flat)
@@ -232,7 +232,7 @@ class _Step:
         lefts = list(self._matrices(message, left=True))
         if lefts and not message.is_meta and not bool(message[: self._begin].isfinite().all()):
             self._refuse(lefts)
-        self.lefts = [_orthonormal(left) for left in lefts]
+        self.lefts = [orthonormal_rows(left) for left in lefts]
         answer = self._message([s.columns * s.rank for s in self.shapes])
         for shape, left, right in zip(self.shapes, self.lefts, self._matrices(answer, left=False), strict=True):
             torch.mm(left, self.sums[shape.name], out=right)
@@ -257,7 +257,7 @@ class _Step:
             after[shape.name] = Remembered(Residual(residual), right.clone() if keep else None)
         return after
 
-    def _sum(self, shape: Shape, residual: Tensor | None) -> Tensor:
+    def _sum(self, shape: MatrixShape, residual: Tensor | None) -> Tensor:
         """Mᵢ, in the gradient's memory if its dtype allows."""
         view = self.out.views[shape.name]
         if view.dtype is not self.dtype:
@@ -297,17 +297,17 @@ class _Step:
         raise NotFinite(self.name, wrong * shape.columns + column, value, place)
 
 
-def _shapes(tensors: Mapping[str, Tensor], rank: int, exact_below: int) -> list[Shape]:
+def matrix_shapes(tensors: Mapping[str, Tensor], rank: int, exact_below: int) -> list[MatrixShape]:
     """The tensors that could be compressed."""
     found = []
     for name, tensor in tensors.items():
         if tensor.dim() >= 2 and tensor.numel() >= max(1, exact_below):
             rows, columns = tensor.shape[0], tensor.numel() // tensor.shape[0]
-            found.append(Shape(name, rows, columns, min(rank, rows, columns)))
+            found.append(MatrixShape(name, rows, columns, min(rank, rows, columns)))
     return found
 
 
-def _drawn(shape: Shape, seed: int, step: int, like: Tensor) -> Tensor:
+def drawn_right(shape: MatrixShape, seed: int, step: int, like: Tensor) -> Tensor:
     """Qᵀ from a normal distribution, the same on all ranks and devices, shape (r, m)."""
     random = torch.Generator().manual_seed(crc32(f"{seed},{step},{shape.name}".encode()))
     return torch.randn(shape.rank, shape.columns, generator=random, dtype=wide(like.dtype)).to(like.device)
@@ -322,7 +322,7 @@ def _without_scale(right: Tensor) -> Tensor:
     return right / torch.where(largest > 0, largest, 1)
 
 
-def _orthonormal(left: Tensor) -> Tensor:
+def orthonormal_rows(left: Tensor) -> Tensor:
     """Orthonormal rows with the same span (a larger one, where rows depend on each other), shape (r, n)."""
     columns: Tensor = torch.linalg.qr(left.double().t()).Q
     return columns.t().to(left.dtype, memory_format=torch.contiguous_format)

@@ -6,7 +6,11 @@ SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Promise, Route, Transform, averaging, native, stateless
 from polytempo.core.cost import num_bytes, summed
@@ -41,17 +45,34 @@ class MovingAverageState(NamedTuple):
     average: Bundle
 
 
-def moving_average(momentum: float) -> Transform:
-    """m ← β m + (1 - β) g; the answer is m. β = `momentum`. Cost: memory for m."""
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
+def senders_mean(buffers: Sequence[Tensor]) -> Tensor:
+    """Σᵢ xᵢ / (number of xᵢ that are not 0), for each coordinate: a merge of sparse updates.
+
+    A coordinate of one sender alone moves N times as far as by the mean over N ranks.
+    """
+    total, count = torch.zeros_like(buffers[0]), torch.zeros_like(buffers[0])
+    for buffer in buffers:
+        total += buffer
+        count += buffer != 0
+    return total / count.clamp(min=1)
+
+
+def moving_average(momentum: float, ahead: float | None = None) -> Transform:
+    """m ← β m + (1 - β) g; the answer is m. β = `momentum`. With `ahead`, β₁, it is β₁ m + (1 - β₁) g of the m before.
+
+    Cost: memory for m.
+    """
+    for given in (momentum, ahead or 0.0):
+        if not 0 <= given < 1:
+            raise ValueError(f"momentum is at least 0 and below 1, got {given}")
 
     def init(parameters: Bundle) -> MovingAverageState:
         return MovingAverageState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
 
     async def apply(port: Port, bundle: Bundle, state: MovingAverageState) -> tuple[Bundle | None, MovingAverageState]:
         average = bundle.with_flat(state.average.flat.lerp(bundle.flat, 1 - momentum))
-        return average.copy(), MovingAverageState(average)
+        answer = average.copy() if ahead is None else bundle.with_flat(state.average.flat.lerp(bundle.flat, 1 - ahead))
+        return answer, MovingAverageState(average)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost(memory_bytes=num_bytes(parameters))

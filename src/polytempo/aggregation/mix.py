@@ -103,6 +103,56 @@ def sum_cost(found: Neighbours, message_bytes: int) -> Sent:
     return Sent(edges, edges * message_bytes, busiest_bytes=max(listeners) * message_bytes, rounds=1 if edges else 0)
 
 
+class MixedAnchor(NamedTuple):
+    """The number of mixes so far, and this rank's outer momentum."""
+
+    step: int
+    velocity: Bundle
+
+
+def mix_anchors(graph: Graph, lr: float = 0.7, momentum: float = 0.5) -> Transform:
+    """v ← μ v + α ((φ̄ - θ̄) + (φ - φ̄)); φ ← φ - v; θ ← φ, with the means θ̄ and φ̄ of `graph` at this step.
+
+    Each rank has an anchor φ of its own, its parameters after the last time, and mixes it as it mixes θ. α = `lr`,
+    μ = `momentum`. Alone it is heavy ball on the movement. Cost: `mix` of twice the parameters; memory for φ and v.
+    """
+    check_graph(graph)
+    if not lr > 0 or not 0 <= momentum < 1:
+        raise ValueError(f"the outer optimizer needs lr > 0 and momentum in [0, 1), got {lr} and {momentum}")
+
+    def init(parameters: Bundle) -> AnchorState:
+        velocity = parameters.map(lambda flat: flat.new_zeros(flat.shape))
+        return AnchorState(parameters.copy(), MixedAnchor(0, velocity))
+
+    async def apply(port: Port, bundle: Bundle, state: AnchorState) -> tuple[Bundle | None, AnchorState]:
+        anchor, (step, velocity) = state.anchor.flat, state.inner
+        now, before = bundle.flat, anchor
+        if port.size > 1:
+            found = mixing_neighbours(graph, step, port.size)
+            both = torch.cat([now, anchor])
+            mixed = await weighted_sum(port, both, found.sources[port.rank], found.listeners[port.rank])
+            now, before = mixed.split(anchor.numel())
+        pull = (before - now) + (anchor - before)
+        after = torch.add(velocity.flat * momentum, pull, alpha=lr)
+        arrived = bundle.with_flat(anchor - after)
+        return arrived, AnchorState(arrived.copy(), MixedAnchor(step + 1, bundle.with_flat(after)))
+
+    async def beside(port: Port, bundle: Bundle, state: AnchorState) -> Bundle:
+        found = mixing_neighbours(graph, state.inner.step, port.size)
+        return bundle.with_flat(
+            await weighted_sum(port, bundle.flat, found.sources[port.rank], found.listeners[port.rank])
+        )
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        """The cost of the graph's first step."""
+        size = num_bytes(parameters)
+        if num_ranks == 1:
+            return Cost(memory_bytes=2 * size)
+        return Cost((Exchange("mix", sum_cost(mixing_neighbours(graph, 0, num_ranks), 2 * size)),), 2 * size)
+
+    return Transform(init, apply, Promise.SEPARABLE, cost, beside)
+
+
 _WEIGHT_BYTES = 8
 
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Port, Promise, Transform, inside
+from polytempo.core import Bundle, Cost, Port, Promise, State, Transform, inside
 from polytempo.core.cost import num_bytes
 from polytempo.core.state import AnchorState
 from polytempo.core.transform import cost_of
 
 
-def from_anchor(transform: Transform) -> Transform:
-    """Let `transform` see Δ = anchor - θ, this rank's movement since the anchor; then θ ← anchor - its answer.
+def from_anchor(transform: Transform, lr: float = 1.0) -> Transform:
+    """Let `transform` see Δ = anchor - θ, this rank's movement since the anchor; then θ ← anchor - `lr` · its answer.
 
     The result becomes the next anchor. One rank alone keeps θ where `transform` then does nothing; else anchor -
     (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
     """
+
+    if not lr > 0:
+        raise ValueError(f"lr is the step along the answer, and over 0; got {lr}")
 
     def init(parameters: Bundle) -> AnchorState:
         return AnchorState(parameters.copy(), transform.init(parameters))
@@ -32,14 +36,15 @@ def from_anchor(transform: Transform) -> Transform:
         update, inner = await transform.apply(port, moved, state.inner)
         if update is None:
             return bundle, AnchorState(state.anchor, inner)
-        arrived = bundle.with_flat(state.anchor.flat - update.flat)
+        arrived = bundle.with_flat(torch.sub(state.anchor.flat, update.flat, alpha=lr))
         return arrived, AnchorState(arrived.copy(), inner)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).remembering(num_bytes(parameters))
 
     beside = inside(transform.beside, lambda state: state.inner)
-    return Transform(init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+    lost = Promise.LINEAR if lr == 1 else Promise.LINEAR | Promise.IDLE_ALONE
+    return Transform(init, apply, transform.promises & ~lost, cost, beside)
 
 
 class MomentumState(NamedTuple):
@@ -76,3 +81,39 @@ def _outer(lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Ten
         return Cost(memory_bytes=num_bytes(parameters))
 
     return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost)
+
+
+class QuasiGlobalState(NamedTuple):
+    """The average movement of this rank's parameters, mixing included, and the inner state."""
+
+    velocity: Bundle
+    inner: State
+
+
+def quasi_global(transform: Transform, momentum: float = 0.9, smoothing: float = 0.9) -> Transform:
+    """x⁺ = t(θ - β u); u ← μ u + (1 - μ) (x - x⁺); x ← x⁺, with β = `momentum` and μ = `smoothing`.
+
+    θ is x after a step of the optimizer, and x⁺ after `transform`, which mixes ranks' parameters. So the momentum
+    follows the ranks' common movement, where a local one follows a rank's own data. Memory: x and u.
+    """
+    if not (0 <= momentum < 1 and 0 <= smoothing < 1):
+        raise ValueError(f"momentum and smoothing are at least 0 and below 1, got {momentum} and {smoothing}")
+
+    def init(parameters: Bundle) -> AnchorState:
+        velocity = parameters.map(lambda flat: flat.new_zeros(flat.shape))
+        return AnchorState(parameters.copy(), QuasiGlobalState(velocity, transform.init(parameters)))
+
+    async def apply(port: Port, bundle: Bundle, state: AnchorState) -> tuple[Bundle | None, AnchorState]:
+        before = state.inner.velocity.flat
+        half = bundle.with_flat(torch.sub(bundle.flat, before, alpha=momentum))
+        mixed, inner = await transform.apply(port, half, state.inner.inner)
+        arrived = half if mixed is None else mixed
+        velocity = bundle.with_flat(before.lerp(state.anchor.flat - arrived.flat, 1 - smoothing))
+        return arrived, AnchorState(arrived.copy(), QuasiGlobalState(velocity, inner))
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return cost_of(transform, parameters, num_ranks).remembering(2 * num_bytes(parameters))
+
+    beside = inside(transform.beside, lambda state: state.inner.inner)
+    lost = Promise.LINEAR | Promise.IDLE_ALONE
+    return Transform(init, apply, transform.promises & ~lost, cost, beside)

@@ -1,6 +1,7 @@
 """Encodings of tensors before they travel: casts, codes, a few entries, and feedback of the rest."""
 
 from polytempo.compression.codecs.cast import bf16, fp16
+from polytempo.compression.codecs.chunk_top_k import chunk_top_k
 from polytempo.compression.codecs.dgc import dgc
 from polytempo.compression.codecs.dynamic8 import dynamic8
 from polytempo.compression.codecs.int8 import int8
@@ -24,6 +25,7 @@ from polytempo.compression.exchange.through import through
 __all__ = [
     "all_gather",
     "bf16",
+    "chunk_top_k",
     "dgc",
     "dynamic8",
     "exact",

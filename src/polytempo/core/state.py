@@ -198,9 +198,10 @@ def restored(
 ) -> Any:
     """A state shaped as `like` (an answer of `init`) with the leaves of `source`.
 
-    A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
-    in the dtype and on the device of `like`, or of `layout`. A `Residual` becomes the sum of `residual_sources`, which
-    is `source` alone where nothing is said; it has the dtype of residuals for tensors of `layout` (`wide`).
+    A leaf that is None in `like` becomes a bundle over the parameters of `layout` that were saved at its place. Tensors
+    come back in the dtype and on the device of `like`, or of `layout`. A `Residual` becomes the sum of
+    `residual_sources`, which is `source` alone where nothing is said; it has the dtype of residuals for tensors of
+    `layout` (`wide`).
     """
     if isinstance(like, Residual):
         return _summed_residual(
@@ -218,9 +219,8 @@ def restored(
         return tuple_like(
             like, [restored(v, source, f"{path}/{i}", layout, residual_sources) for i, v in enumerate(like)]
         )
-    if like is None and f"{path}/{layout.names[0]}" in source.tensors:
-        found = _tensors(layout.names, source, path)
-        return Bundle({name: found[name].to(tensor) for name, tensor in layout.tensors.items()})
+    if like is None and (found := [name for name in layout.names if f"{path}/{name}" in source.tensors]):
+        return Bundle({name: source.tensors[f"{path}/{name}"].to(layout.tensors[name]) for name in found})
     if path not in source.scalars:
         raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
     return source.scalars[path]

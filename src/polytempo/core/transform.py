@@ -171,16 +171,30 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
             if branch not in found:
                 raise ValueError(f"split sends {name!r} to branch {branch!r}, but there are only {sorted(found)}")
             found[branch].append(name)
-        return {branch: names for branch, names in found.items() if names}
+        return found
+
+    return divided(parts, branches)
+
+
+def divided(parts: Callable[[Bundle], Mapping[str, list[str]]], branches: Mapping[str, Transform]) -> Transform:
+    """The tensors that `parts(bundle)` names for a branch go through it; see `split`. Each has a branch.
+
+    `parts` looks at names, shapes and dtypes alone. Branches without tensors are left out.
+    """
+
+    def present(bundle: Bundle) -> dict[str, list[str]]:
+        return {branch: names for branch, names in parts(bundle).items() if names}
 
     def init(parameters: Bundle) -> State:
-        return {branch: branches[branch].init(parameters.select(names)) for branch, names in parts(parameters).items()}
+        return {
+            branch: branches[branch].init(parameters.select(names)) for branch, names in present(parameters).items()
+        }
 
     async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         pieces: dict[str, Tensor] = {}
         states: dict[str, State] = {}
         untouched = True
-        for branch, names in parts(bundle).items():
+        for branch, names in present(bundle).items():
             given = bundle.select(names)
             piece, states[branch] = await branches[branch].apply(port, given, state[branch])
             untouched = untouched and piece is given
@@ -196,10 +210,16 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         total = Cost()
-        for branch, names in parts(parameters).items():
+        for branch, names in present(parameters).items():
             of = cost_of(branches[branch], parameters.select(names), num_ranks)
             exchanges = [each._replace(tensors=f"{branch} {each.tensors}".strip()) for each in of.exchanges]
             total = total.plus(Cost(tuple(exchanges), of.memory_bytes))
         return total
 
-    return Transform(init, apply, _kept(branches.values()), cost, beside_of(branches))
+    besides = {branch: each.beside for branch, each in branches.items() if each.beside is not None}
+
+    async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
+        branch = next(branch for branch in besides if branch in state)
+        return await besides[branch](port, bundle, state[branch])
+
+    return Transform(init, apply, _kept(branches.values()), cost, beside if besides else None)

@@ -9,8 +9,12 @@ from polytempo.strategies.codistillation import codistillation
 from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.ddg import ddg
 from polytempo.strategies.delayed_sgd import delayed_sgd
+from polytempo.strategies.demo import demo
 from polytempo.strategies.dgc import dgc
 from polytempo.strategies.diloco import diloco
+from polytempo.strategies.dion import dion
+from polytempo.strategies.distributed_lion import distributed_lion
+from polytempo.strategies.distributed_muon import distributed_muon
 from polytempo.strategies.downpour import downpour
 from polytempo.strategies.easgd import easgd
 from polytempo.strategies.features_replay import features_replay
@@ -23,6 +27,8 @@ from polytempo.strategies.int8_sgd import int8_sgd
 from polytempo.strategies.interleaved import interleaved
 from polytempo.strategies.islands import islands
 from polytempo.strategies.local_sgd import local_sgd
+from polytempo.strategies.noloco import noloco
+from polytempo.strategies.one_bit_adam import one_bit_adam
 from polytempo.strategies.one_bit_sgd import one_bit_sgd
 from polytempo.strategies.one_f_one_b import one_f_one_b
 from polytempo.strategies.parameter_averaging import parameter_averaging
@@ -32,15 +38,18 @@ from polytempo.strategies.pipelined_backprop import pipelined_backprop
 from polytempo.strategies.post_local_sgd import post_local_sgd
 from polytempo.strategies.power_sgd import power_sgd
 from polytempo.strategies.qsgd import qsgd
+from polytempo.strategies.quasi_global_momentum import quasi_global_momentum
 from polytempo.strategies.robust_sgd import robust_sgd
 from polytempo.strategies.shared_memory import shared_memory
 from polytempo.strategies.sign_sgd import sign_sgd
 from polytempo.strategies.slowmo import slowmo
 from polytempo.strategies.softsync import softsync
+from polytempo.strategies.sparse_loco import sparse_loco
 from polytempo.strategies.split import split
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
 from polytempo.strategies.stochastic_gradient_push import stochastic_gradient_push
+from polytempo.strategies.streaming_diloco import streaming_diloco
 from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.strategies.synthetic_gradients import synthetic_gradients
 from polytempo.strategies.terngrad import terngrad
@@ -57,8 +66,12 @@ __all__ = [
     "dc_asgd",
     "ddg",
     "delayed_sgd",
+    "demo",
     "dgc",
     "diloco",
+    "dion",
+    "distributed_lion",
+    "distributed_muon",
     "downpour",
     "easgd",
     "features_replay",
@@ -71,6 +84,8 @@ __all__ = [
     "interleaved",
     "islands",
     "local_sgd",
+    "noloco",
+    "one_bit_adam",
     "one_bit_sgd",
     "one_f_one_b",
     "parameter_averaging",
@@ -80,15 +95,18 @@ __all__ = [
     "post_local_sgd",
     "power_sgd",
     "qsgd",
+    "quasi_global_momentum",
     "robust_sgd",
     "shared_memory",
     "sign_sgd",
     "slowmo",
     "softsync",
+    "sparse_loco",
     "split",
     "ssp",
     "staleness_aware",
     "stochastic_gradient_push",
+    "streaming_diloco",
     "sync_sgd",
     "synthetic_gradients",
     "terngrad",

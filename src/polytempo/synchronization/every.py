@@ -18,11 +18,13 @@ class PeriodState(NamedTuple):
     inner: State
 
 
-def every(period: int, transform: Transform) -> Transform:
-    """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
+def every(period: int, transform: Transform, first: int | None = None) -> Transform:
+    """`transform` on steps f, f + H, f + 2H, … (H = `period`, f = `first`, H where it is None); else nothing."""
     if period < 1:
         raise ValueError(f"period must be at least 1 step, got {period}")
-    return _timed(Timed(transform, period=period))
+    if first is not None and first < 1:
+        raise ValueError(f"steps are counted from 1, got first={first}")
+    return _timed(Timed(transform, period=period, after=0 if first is None else first - period))
 
 
 def until(step: int, transform: Transform) -> Transform:
@@ -62,7 +64,7 @@ def apply_at_once(transform: Transform, port: Port, bundle: Bundle, state: State
 
 @dataclass(frozen=True)
 class Timed:
-    """The `apply` of a transform that has its turn every `period` steps, from step `after` + 1 to step `until`."""
+    """The `apply` of a transform with turns at steps `after` + `period`, `after` + 2 `period`, … up to step `until`."""
 
     transform: Transform
     period: int = 1

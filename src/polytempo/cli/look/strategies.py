@@ -46,7 +46,8 @@ def strategies(asked: StrategiesOptions) -> None:
         else:
             _show_paragraphs(kind, rows)
     takers = [name for name, function in STRATEGIES.items() if WIRE_ROUTES.keys() <= NAMES.routes_of(function).keys()]
-    print(f"\ncodec=… takes codecs\nroute=… takes wire routes in {', '.join(takers) or 'no strategy'}")
+    takers_line = f"route=… takes wire routes in {', '.join(takers) or 'no strategy'}"
+    print(f"\ncodec=… takes codecs\n{fill(takers_line, WIDTH)}")
 
 
 def _show_paragraphs(kind: str, rows: Sequence[tuple[str, str, str]]) -> None:

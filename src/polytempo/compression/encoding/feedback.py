@@ -24,14 +24,17 @@ _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor for a law to hold on."""
 
 
-def feedback(codec: Codec) -> Feedback:
-    """v = x + r; send encode(v); r ← v - decode(encode(v)), for each tensor.
+def feedback(codec: Codec, decay: float = 1.0) -> Feedback:
+    """v = x + β r; send encode(v); r ← v - decode(encode(v)), for each tensor; β = `decay`.
 
-    So Σ decoded + the last r = Σ x: nothing is lost, only late. A change of the learning rate changes the weight of
-    late values. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
-    of float32, 4 bytes an element, so that r takes up small values. Their v is rounded for the codec, and
-    the rounding error is residual as well.
+    With β = 1, Σ decoded + the last r = Σ x: nothing is lost, only late. With β < 1 the part that waits shrinks by β in
+    every exchange, and Σₜ β^(T-t) decodedₜ + the last r = Σₜ β^(T-t) xₜ. A change of the learning rate changes the
+    weight of late values. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for
+    16-bit tensors of float32, 4 bytes an element, so that r takes up small values. Their v is rounded for the codec,
+    and the rounding error is residual as well.
 
+    Source of the decay: B. Peng et al., "DeMo", 2024; A. Sarfi et al., "SparseLoCo", 2025.
+    Raises ValueError for a decay not in (0, 1].
     Raises ValueError for a codec that keeps a residual already (`dgc`, `feedback`), and for a codec with an error that
     may be larger than its input (`qsgd` with few levels, `terngrad`): the residual would grow without end, and such a
     codec is right on average without it. NaN and infinities are refused (NotFinite) with every codec: they would stay
@@ -46,7 +49,9 @@ def feedback(codec: Codec) -> Feedback:
             f"the error of {facts.name} may be larger than its input, so that a residual would grow without end; "
             "use it without feedback(…), or a finer one"
         )
-    return Feedback(codec)
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay is the part of the residual that stays, over 0 and at most 1; got {decay}")
+    return Feedback(codec, decay)
 
 
 class Fed(NamedTuple):
@@ -60,17 +65,18 @@ class Feedback:
     """See `feedback`."""
 
     codec: Coded
+    decay: float = 1.0
 
     def __repr__(self) -> str:
         return self.facts.name
 
     @cached_property
     def facts(self) -> Facts:
-        """The codec's; but over several steps nothing is lost, and infinities would stay."""
+        """The codec's; but over several steps nothing is lost without a decay, and infinities would stay."""
         inner = self.codec.facts
-        law = Law("lossless") if inner.law.kind == "lossless" else Law("conserving")
+        law = Law("conserving") if self.decay == 1 and inner.law.kind != "lossless" else inner.law
         return inner._replace(
-            name=f"feedback({inner.name})",
+            name=f"feedback({inner.name})" if self.decay == 1 else f"feedback({inner.name}, decay={self.decay!r})",
             law=law,
             flops=inner.flops + 2,
             elementwise=False,
@@ -94,7 +100,10 @@ class Feedback:
     def statistic(self, x: Tensor, state: Fed | None) -> float | None:
         """The codec's, of x + r."""
         residual = None if state is None else state.memory.residual
-        return self.codec.statistic(x if residual is None else narrowed(x + residual, x), None)
+        return self.codec.statistic(x if residual is None else narrowed(self._fed(x, residual), x), None)
+
+    def _fed(self, x: Tensor, residual: Tensor) -> Tensor:
+        return torch.add(x, residual, alpha=self.decay)
 
     def encode(
         self, x: Tensor, state: Fed | None = None, when: EncodeContext = ALONE, out: Tensor | None = None
@@ -106,7 +115,7 @@ class Feedback:
         residual = None if state is None else state.memory.residual
         if residual is None:
             residual = torch.zeros_like(x, dtype=wide(x.dtype))
-        encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
+        encode_ = self.codec.encode_ if residual.dtype is x.dtype and self.decay == 1 else self._encode_wide_
         wire, _ = encode_(x, residual, None, when, out)
         return wire, Fed(Residual(residual))
 
@@ -115,7 +124,7 @@ class Feedback:
     ) -> tuple[Tensor, None]:
         """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is residual, too."""
         check_kind(x)
-        v = x.detach() + residual
+        v = self._fed(x.detach(), residual)
         check_finite(self.codec.facts.name, v)
         rounded = narrowed(v, x)
         wire, _ = self.codec.encode(rounded, None, when, out)

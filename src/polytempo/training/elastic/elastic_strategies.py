@@ -16,6 +16,7 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import nodes
 from polytempo.synchronization.delayed import DelayedState, OverlappedState
 from polytempo.synchronization.every import PeriodState, meets_at_once
+from polytempo.synchronization.fragments import BehindState
 
 _SOME_RANKS = 2
 
@@ -26,7 +27,7 @@ def check_elastic(strategy: Strategy) -> None:
     layout = Bundle({"w": torch.zeros(_SOME_RANKS)})
     states = strategy.gradients.init(layout), strategy.parameters.init(layout)
     found = {
-        "under way": _has((DelayedState, OverlappedState), states),
+        "under way": _has((DelayedState, OverlappedState, BehindState), states),
         "push-sum": _has(PushSumState, states),
         "partial period": not meets_at_once(strategy.parameters) and _has(PeriodState, states[1]),
     }
