@@ -53,7 +53,7 @@ def read_source(given: Dataset[Any] | DataLoader[Any], batch_size: int | None, s
             )
         streams = isinstance(given, IterableDataset)
         return _checked(Source(given, None, batch_size, (not streams) if shuffle is None else shuffle))
-    if type(given.batch_sampler) not in (BatchSampler, type(None)):
+    if given.batch_sampler is not None and not _is(given.batch_sampler, BatchSampler):
         raise ValueError(_remedy("batch_sampler", given.batch_sampler))
     batch_size = given.batch_size if batch_size is None else batch_size
     if batch_size is None:
@@ -71,14 +71,22 @@ def _checked(source: Source) -> Source:
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if type(sampler) is SequentialSampler:
         return False
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
     if type(sampler) is DistributedSampler:  # it only deals the data set to ranks, which is done here
         return sampler.shuffle
     raise ValueError(_remedy("sampler", sampler))
+
+
+def _is(sampler: object, kind: type) -> bool:
+    """True for torch's own class, and for the class of that name behind a `StatefulDataLoader` of torchdata."""
+    made = type(sampler)
+    return made is kind or (
+        made.__module__ == "torchdata.stateful_dataloader.sampler" and made.__name__ == kind.__name__
+    )
 
 
 def sampler_epoch(source: Source) -> int | None:
