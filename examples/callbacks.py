@@ -1,4 +1,4 @@
-"""Early stopping on a metric of the job's own, the best checkpoints, and a callback of one's own."""
+"""A rate by a range test, early stopping on a metric of the job, the best checkpoints, and a callback of one's own."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def main() -> None:
     job = replace(
         pt.jobs.find("digits"), metrics={"f1": macro_f1}, predictions=lambda output, target: (output.argmax(1), target)
     )
+    print(pt.find_rate(job, "local_sgd(period=8)", workers=2))
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [Told(), early_stop("f1", patience=3, min_change=0.002), keep(best=1, metric="f1")]
         result = pt.run(job, "local_sgd(period=8)", workers=2, epochs=60, out=f"{folder}/run", callbacks=callbacks)

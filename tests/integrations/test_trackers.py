@@ -6,6 +6,7 @@ Each run is digits with two workers, resumed once: the tracked run is one run, a
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,43 @@ def test_mlflow_has_texts_pictures_and_the_end(tmp_path: Path, monkeypatch: pyte
     assert run.data.tags["polytempo.why"] == "a reason"
     kept = {each.path for folder in ("texts", "images") for each in client.list_artifacts(run.info.run_id, folder)}
     assert kept == {"texts/note-1.txt", "images/square.png"}
+
+
+# ----------------------------------------------------------------------------------------------------------- Comet
+
+
+def comet_messages(folder: Path) -> list[Any]:
+    """The messages in the files that `comet upload` takes, in the order of their writing."""
+    files = [zipfile.ZipFile(file) for file in sorted(folder.glob("*.zip"), key=lambda file: file.stat().st_mtime)]
+    return [json.loads(line) for file in files for line in file.read("messages.json").splitlines()]
+
+
+def test_comet_offline(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml")
+    expected = resumed_run(tmp_path / "run", pt.trackers.comet("p", mode="offline"))
+    messages = comet_messages(tmp_path / "run" / "comet")
+    metrics = [each["payload"]["metric"] for each in messages if each["type"] == "metric_msg"]
+    found: Points = {name: {} for name in NAMES}
+    for each in metrics:
+        if each["metricName"] in found:
+            found[each["metricName"]][each["step"]] = each["metricValue"]
+    assert found == expected
+    parameters = [each["payload"]["param"] for each in messages if each["type"] == "parameter_msg"]
+    assert {each["paramName"]: each["paramValue"] for each in parameters}["strategy"].startswith("local_sgd(period=8")
+    others = [each["payload"] for each in messages if each["type"] == "log_other"]
+    assert [each["value"] for each in others if each["key"] == "state"] == ["finished", "finished"]
+
+
+def test_comet_has_pictures_texts_and_faults(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml")
+    handed(table.made(pt.trackers.comet("p", mode="offline")), tmp_path)
+    messages = comet_messages(tmp_path / "comet")
+    others = {each["payload"]["key"]: each["payload"]["value"] for each in messages if each["type"] == "log_other"}
+    assert (others["state"], others["why"], others["faults"]) == ("failed", "a reason", 1)
+    with zipfile.ZipFile(next((tmp_path / "comet").glob("*.zip"))) as file:
+        held = [file.read(name) for name in file.namelist()]
+    assert (tmp_path / "square.png").read_bytes() in held
+    assert b"a & b <c>" in held
 
 
 # --------------------------------------------------------------------------------------------------------- Trackio

@@ -19,6 +19,7 @@ from polytempo.core import Strategy
 from polytempo.data.plan import part, permutation
 from polytempo.spec.run_options import OptionKeywords
 from polytempo.worlds import ProcessWorld
+from silent_tracker import SilentTracker
 
 SAMPLES, GLOBAL_BATCH, STEPS = 71, 24, 6
 """Two epochs of two whole batches and one of 23 samples, which two replicas share unevenly."""
@@ -144,9 +145,25 @@ def job_of(row: Combination) -> pt.Job:
     return pt.Job(
         model=partial(model_of, row),
         data=lambda folder: pt.Data(points(SAMPLES, 0, dtype), points(16, 1, dtype)),
-        loss=nn.functional.mse_loss,
+        loss=logged_loss if row.loop == "watched" else nn.functional.mse_loss,
         optimizer=lambda parameters, lr: trainable(row, parameters),
+        metrics={"own error": lambda output, target: (output - target).abs().mean()} if row.loop == "watched" else {},
     )
+
+
+def logged_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss, and two numbers of the user's."""
+    loss = nn.functional.mse_loss(output, target)
+    pt.log({"own/loss": loss}, spread=output.detach().std())
+    return loss
+
+
+def watching_of(row: Combination) -> OptionKeywords:
+    """Options that show a run with a folder: a tracker, a callback, and a profile where steps are common."""
+    if row.loop != "watched":
+        return {}
+    given: OptionKeywords = {"trackers": [SilentTracker()], "callbacks": [pt.callbacks.Callback()]}
+    return given if row.family in SERVED else given | {"profile": "2:4"}
 
 
 def strategy_of(row: Combination) -> Strategy:

@@ -85,7 +85,7 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "precision": ["float64", "float32", "bf16", *QUANTISED],
     "norm": ["none", "batch", "instance", "layer", "group"],
     "optimizer": ["sgd", "momentum", "adamw"],
-    "loop": ["job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated"],
+    "loop": ["job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated", "watched"],
     "replicas": [1, 2],
     "saving": ["saved", "resumed"],
     "world": ["virtual", "processes"],
@@ -211,14 +211,26 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
     return combinations(zip(FACTOR_NAMES, row, strict=True), 2)
 
 
+NEWER: list[Sequence[str]] = [("watched",), ()]
+"""Loops that get rows of their own behind those of the others, which stay as they are."""
+
+
 def covering(seed: int = SEED) -> list[Combination]:
     """Rows with every possible pair of values; rows that plain torch computes have all of their pairs alone, and so do
     those that nothing refuses."""
     draw = random.Random(seed)
     rows = list[Combination]()
-    for allowed in (comparable, accepted, possible):
-        rows += _covering(allowed, rows, draw)
+    for newer in NEWER:
+        for allowed in (comparable, accepted, possible):
+            rows += _covering(
+                lambda chosen, allowed=allowed, newer=newer: older(chosen, newer) and allowed(chosen), rows, draw
+            )
     return rows
+
+
+def older(chosen: Mapping[str, str | int], newer: Sequence[str]) -> bool:
+    """True without the values `newer`."""
+    return chosen.get("loop") not in newer
 
 
 Allowed = Callable[[Mapping[str, str | int]], bool]

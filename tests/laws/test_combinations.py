@@ -28,6 +28,7 @@ from laws.combination_runs import (
     own_loop,
     plain,
     strategy_of,
+    watching_of,
     workers_of,
 )
 from laws.combinations import (
@@ -99,11 +100,15 @@ def test_every_pair_of_values_is_in_a_row() -> None:
 
 @pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3) + named_rows("virtual"), ids=str)
 def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
-    """Saving changes no bit, no operation and no time; the saved model is plain torch's."""
+    """Saving and watching change no bit, no operation and no time; the saved model is plain torch's."""
     with refused_or_not(row):
         start = other_run(row, tmp_path)
         alone = simulated(row, start)
-        saved = alone if row.family in SERVED else simulated(row, start, out=tmp_path, checkpoint_every=2)
+        saved = alone
+        if row.family not in SERVED:
+            saved = simulated(row, start, out=tmp_path, checkpoint_every=2, **watching_of(row))
+        elif row.loop == "watched":
+            saved = simulated(row, start, out=tmp_path, **watching_of(row))
         assert seen(saved) == seen(alone)
         check_plain(row, alone, None if row.family in SERVED else tmp_path, start)
 
@@ -115,16 +120,19 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
     with refused_or_not(row):
         strategy, workers, start = strategy_of(row), workers_of(row), other_run(row, tmp_path)
         if row.saving == "resumed":
-            pt.run(job_of(row), strategy, workers, **options_of(row, BROKEN_OFF_AT), out=tmp_path, start_from=start)
+            first = options_of(row, BROKEN_OFF_AT) | watching_of(row)
+            pt.run(job_of(row), strategy, workers, **first, out=tmp_path, start_from=start)
+        watching = watching_of(row)
         found = pt.run(
             *(job_of(row), strategy, workers),
-            **options_of(row),
+            **(options_of(row) | watching),
             out=tmp_path,
             checkpoint_every=2,
             resume=row.saving == "resumed",
             start_from=None if row.saving == "resumed" else start,  # a resumed run has it in its folder
         )
         assert found.steps == STEPS
+        assert all(tracker.ended == "finished" for tracker in watching.get("trackers", ()))
         if row.family == "downpour" or (row.layout == "hogwild" and row.replicas > 1):  # workers come in another order
             assert math.isfinite(found.loss or math.nan)
             return

@@ -41,13 +41,36 @@ def fresh() -> pt.training.ElasticState:
     return pt.training.ElasticState(model, torch.optim.Adam(model.parameters()), used=[0] * SAMPLES, position=None)
 
 
+class Told(pt.callbacks.Callback):
+    """Writes its calls into a file; asks for the end after a step."""
+
+    def __init__(self, file: Path, stop_at: int = 0) -> None:
+        self.file, self.stop_at = file, stop_at
+
+    def write(self, line: str) -> None:
+        with self.file.open("a") as file:
+            file.write(line + "\n")
+
+    def on_start(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.write("start")
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> pt.callbacks.Control:
+        return pt.callbacks.Control(stop=facts.step == self.stop_at)
+
+    def on_fault(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.write(facts.fault)
+
+    def on_finish(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.write(facts.status)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_each_sample_counts_once_over_kills_and_joins(precision: str | None, tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     numbers = torch.arange(SAMPLES)
 
     def train(state: Any) -> list[Any]:
-        pt.attach(state.model, state.optimizer, precision=precision)
+        pt.attach(state.model, state.optimizer, precision=precision, callbacks=[Told(tmp_path / "told")])
         batches = pt.shard(TensorDataset(numbers, numbers.float()[:, None]), batch_size=2)
         if state.position is not None:
             batches.load_state_dict(state.position)
@@ -92,6 +115,28 @@ def test_each_sample_counts_once_over_kills_and_joins(precision: str | None, tmp
     assert used == [EPOCHS] * SAMPLES
     assert weight != fresh().model.weight.item()
     assert hurry.exists()
+    told = (tmp_path / "told").read_text().splitlines()
+    assert (told[0], told[1], told[-1]) == ("start", "start", "finished")
+    assert told.count("finished") == 1
+    assert "the group of workers has changed: 1 go on" in told
+
+
+def test_all_workers_stop_after_the_commit_that_brings_a_request(tmp_path: Path) -> None:
+    def train(state: Any) -> list[int]:
+        handle = pt.attach(state.model, state.optimizer, callbacks=[Told(tmp_path / "told", stop_at=3)])
+        batches = pt.shard(TensorDataset(torch.arange(SAMPLES), torch.ones(SAMPLES, 1)), batch_size=2)
+        while not handle.stopped:
+            for _, x in batches:
+                state.optimizer.zero_grad()
+                state.model(x).mean().backward()
+                state.optimizer.step()
+                state.commit()
+        every = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, torch.tensor([handle.step]))
+        return [int(each) for each in every]
+
+    assert pt.elastic(train, fresh(), workers=2) == [3, 3]
+    assert (tmp_path / "told").read_text().splitlines() == ["start", "finished"]
 
 
 def averaged(strategy: str, commits_every: int, hurry: Path) -> Any:

@@ -203,14 +203,46 @@ def test_ranks_that_join_follow_as_well() -> None:
 def test_impossible_combinations_are_refused() -> None:
     def work(world: ProcessWorld) -> list[str]:
         codes, net = [], small()
-        given: list[tuple[str, Any]] = [("downpour", Asks(1)), ("hogwild", Asks(1)), ("sync_sgd", "keep(best=1)")]
+        given: list[tuple[str, Any]] = [("hogwild", Asks(1)), ("sync_sgd", "keep(best=1)")]
         for strategy, callback in given:
             with pytest.raises(pt.errors.Incompatible) as caught:
                 pt.attach(net, SGD(net.parameters(), lr=0.1), strategy, callbacks=[callback])
             codes.append(caught.value.code)
         return codes
 
-    assert together(1, work) == [["PT2306", "PT2307", "PT2308"]]
+    assert together(1, work) == [["PT2307", "PT2308"]]
+
+
+SERVED = [s.downpour(shards=2), s.ssp(bound=1), s.backup_workers(backups=0), s.backup_workers(backups=1)]
+
+
+@pytest.mark.parametrize("strategy", SERVED, ids=str)
+def test_a_request_ends_a_loop_with_a_server_once_all_dealt_batches_are_done(strategy: Strategy) -> None:
+    def work(world: ProcessWorld) -> list[Any]:
+        net, asks = small(), Asks(3, stop=True, save=True)
+        optimizer = SGD(net.parameters(), lr=0.01)
+        handle = pt.attach(net, optimizer, strategy, callbacks=[asks])
+        shard, steps, saves = pt.shard(samples(), batch_size=2, seed=1), 0, 0
+        while not handle.stopped:
+            for inputs, targets in shard:
+                optimizer.zero_grad()
+                squared(net(inputs), targets).backward()
+                optimizer.step()
+                steps, saves = steps + 1, saves + handle.asked().save
+            found = handle.evaluate(lambda batch: {"error": (net(batch[0]) - batch[1]) ** 2}, samples())
+        with handle.consensus():
+            lent = flat(net)
+        assert list(shard) == []
+        handle.detach()
+        assert lent == flat(net)
+        return [steps, saves, found, lent, asks.seen, asks.epoch > 0]
+
+    first, second = together(2, work)
+    assert first[0] >= 3
+    assert [first[1], second[1]] == [1, 0]
+    assert first[2:4] == second[2:4]
+    assert first[4:] == [["start", *["step"] * first[0], "finished"], True]
+    assert second[4:] == [[], False]
 
 
 def test_ranks_with_other_callbacks_are_named() -> None:

@@ -81,7 +81,10 @@ def test_a_loss_that_is_not_finite_ends_the_test() -> None:
         RateRange().check("mine")
 
 
-@pytest.mark.parametrize("strategy", ["sync_sgd", "downpour()", "hogwild", "gpipe(stages=2)", "local_sgd(period=4)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync_sgd", "downpour()", "hogwild", "gpipe(stages=2)", "local_sgd(period=4)", "diloco(period=4)"],
+)
 def test_every_kind_of_strategy_has_a_rate(strategy: str) -> None:
     job = pt.jobs.find("digits")
     found = pt.find_rate(job, strategy, 2, steps=40)

@@ -32,6 +32,18 @@ def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -
             assert [row["step"] for row in shown] == expected
 
 
+def test_a_broken_line_ends_no_run(tmp_path: Path) -> None:
+    shown: list[Any] = []
+    broken: list[bytes] = []
+    content = b'{"step": 1}\n{"st\n' + b"[" * 100_000 + b'\n{"loss": NaN}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    RowFollower(tmp_path, shown.append, earlier=True, on_broken=lambda line, error: broken.append(line)).look()
+    assert [row["step"] for row in shown] == [1, 2]
+    assert [line[:4] for line in broken] == [b'{"st', b"[[[[", b'{"lo']
+    with pytest.raises((ValueError, RecursionError)):
+        RowFollower(tmp_path, shown.append, earlier=True).look()
+
+
 @pytest.mark.parametrize("at_url", [False, True])
 def test_a_file_that_was_written_again_is_read_from_its_begin(at_url: bool, tmp_path: Path) -> None:
     """Another run in the folder may write more than the reader has read, into a file with the same number."""

@@ -116,6 +116,16 @@ def test_a_kernel_shows_a_run_in_one_display(kernel: Kernel, capsys: pytest.Capt
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_bar_of_a_run_that_has_ended_is_full(kernel: Kernel) -> None:
+    progress = Progress(num_runs=2)
+    for _ in range(2):
+        progress.start(100, "run")
+        progress.update(98, 1.0, None, None)
+        progress.complete()
+        progress.finish()
+    assert ['aria-valuenow="100"' in shown[-1] for shown in kernel.displays] == [True, True]
+
+
 def test_rows_of_several_workers_come_in_any_order(kernel: Kernel) -> None:
     view = NotebookView("run")
     for step in (3, 1, 2, 4):

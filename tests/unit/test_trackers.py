@@ -66,6 +66,7 @@ t = pt.trackers
         ("mlflow:http://host:5000/?a=b", t.mlflow("http://host:5000/?a=b")),
         ("mlflow:uri=file:///tmp/m,experiment=e", t.mlflow("file:///tmp/m", "e")),
         ("trackio:project=x", t.trackio("x")),
+        ("comet:project=x,mode=offline", t.comet("x", mode="offline")),
         ("prometheus:9000", t.prometheus(9000)),
         ("prometheus:port=9464", t.prometheus()),
         ("opentelemetry:http://localhost:4318/v1/traces", t.opentelemetry("http://localhost:4318/v1/traces")),

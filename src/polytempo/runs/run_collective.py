@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
@@ -21,6 +22,7 @@ from polytempo.runs.frame.run_frame import framed_job, with_page
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.plain_text import plain_text
 from polytempo.training.model.run_device import may_use_device
 from polytempo.training.trainer import Trainer
 
@@ -52,10 +54,10 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             files.remove(frame.out / METRICS)
         if frame.out is not None:
             every_s = 5.0 if isinstance(frame.out, UrlPath) else 0.0
-            follower = RowFollower(frame.out, frame.show, every_s)
+            follower = RowFollower(frame.out, frame.show, every_s, on_broken=_not_shown)
         engine = frame.opened(setup, launch)
         if frame.given:  # metrics are put again and again there, not appended
-            follower = RowFollower(UrlPath(f"local://{frame.out}"), frame.show, every_s=0.5)
+            follower = RowFollower(UrlPath(f"local://{frame.out}"), frame.show, 0.5, on_broken=_not_shown)
         topology = on_hosts(spec.topology(), engine.address.num_hosts)
         shown = follower or rows
         look = None if shown is None else shown.look
@@ -64,6 +66,12 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             shown.look(last=True)
     assert isinstance(answer, dict)
     return with_page(Result(**answer), spec)
+
+
+def _not_shown(line: bytes, error: Exception) -> None:
+    """A broken line in the run's metrics ends no run."""
+    shown = line[:80].decode(errors="replace")
+    print(f"note: this line of {METRICS} is not shown: {plain_text(shown)} ({error})", file=sys.stderr)
 
 
 def train_rank(spec: RunSpec, on_row: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:

@@ -371,7 +371,7 @@ class Ask(Message, frozen=True, eq=False):
     """Rows of metrics, as JSON."""
 
 
-Order = Literal["train", "wait", "finish", "pause"]
+Order = Literal["train", "wait", "finish", "pause", "stop"]
 """An order to a worker; see `server.coordinator.batch_scheduler`."""
 
 
@@ -390,7 +390,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 class Deal(Message, frozen=True, eq=False):
     """The answer to `Ask`: the worker's next order. "wait": push all gradients, then ask again. "pause": its epoch
-    is done, and its next call is for the one after it."""
+    is done, and its next call is for the one after it. "stop": "finish" in a loop with such epochs that was stopped."""
 
     worker: int
     incarnation: int

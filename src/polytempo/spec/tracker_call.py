@@ -68,6 +68,19 @@ def trackio(project: str = "polytempo", space: str | None = None) -> TrackerCall
     return _call(trackio, locals())
 
 
+def comet(
+    project: str = "polytempo",
+    workspace: str | None = None,
+    mode: str = "online",
+    dir: str | None = None,  # noqa: A002 - as in `wandb`
+) -> TrackerCall:
+    """Comet. `mode`: "online" (COMET_API_KEY), or "offline": a file in `dir` that `comet upload` takes.
+
+    Default of `dir`: `comet` in the run's folder.
+    """
+    return _call(comet, locals())
+
+
 def prometheus(port: int = 9464) -> TrackerCall:
     """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics.
 
@@ -94,7 +107,7 @@ def kubeflow() -> TrackerCall:
 
 TRACKERS: dict[str, Callable[..., TrackerCall]] = {
     made.__name__: cast("Callable[..., TrackerCall]", made)
-    for made in (tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry, kubeflow)
+    for made in (tensorboard, wandb, mlflow, trackio, comet, prometheus, opentelemetry, kubeflow)
 }
 
 

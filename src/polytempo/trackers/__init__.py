@@ -5,6 +5,7 @@ pt.run(job, strategy, out="runs/first", trackers=[pt.trackers.tensorboard(), pt.
 
 from polytempo.spec.tracker_call import (
     TrackerCall,
+    comet,
     kubeflow,
     mlflow,
     opentelemetry,
@@ -19,6 +20,7 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "TrackerCall",
+    "comet",
     "kubeflow",
     "mlflow",
     "opentelemetry",

@@ -27,6 +27,7 @@ ADAPTERS = {
     "wandb": Adapter("wandb_run", "WandbRun", "wandb"),
     "mlflow": Adapter("mlflow_run", "MlflowRun", "mlflow"),
     "trackio": Adapter("trackio_run", "TrackioRun", "trackio"),
+    "comet": Adapter("comet_run", "CometRun", "comet_ml"),
     "prometheus": Adapter("prometheus_page", "PrometheusPage", "prometheus_client"),
     "opentelemetry": Adapter("otlp_spans", "OtlpSpans", "opentelemetry.exporter.otlp.proto.http"),
     "kubeflow": Adapter("train_job_status", "TrainJobStatus", None),

@@ -50,6 +50,10 @@ class NotebookView:
             self._points = self._points[::2]
             self._stride *= 2
 
+    def complete(self, status: str) -> None:
+        """The run has ended well."""
+        self._status, self._done = status or "finished", 1.0
+
     def note(self, text: str) -> None:
         """Show a sentence below the run."""
         self._notes.append(text)

@@ -55,7 +55,7 @@ class Progress:
         self._total_steps: int | None = None
         self._total_epochs: float | None = None
         self._at_most = False
-        self._description = ""
+        self._description = self._status = ""
         self._forecast = Forecast(num_runs)
         self._told_s = clock()
         self._untold = ""
@@ -68,7 +68,7 @@ class Progress:
         self._forecast.begin(self._clock())
         number = f"[{self._forecast.number}/{self._num_runs}] " if self._num_runs > 1 else ""
         self._total_steps, self._description = total_steps, number + plain_text(description)
-        self._total_epochs, self._at_most = total_epochs, at_most
+        self._total_epochs, self._at_most, self._status = total_epochs, at_most, ""
         if self._in_kernel:
             self._view = NotebookView(self._description)
         elif _is_terminal(self._stream):
@@ -91,7 +91,7 @@ class Progress:
         """The run has done `step` steps and `epoch` epochs. A None is not shown."""
         done = self._done(step, epoch)
         left_s = None if done is None else self._forecast.left_s(done, self._clock())
-        status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
+        self._status = status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
         left = "" if left_s is None else f", {time_left(left_s, at_most=self._at_most)}"
         if self._view is not None:
             self._view.add(step, loss, done, status + left)
@@ -126,6 +126,13 @@ class Progress:
             self._bar.console.print(plain_text(text), markup=False, highlight=False)
         else:
             self._tell(plain_text(text))
+
+    def complete(self) -> None:
+        """The run has ended well: its bar is full, whatever the step of its last row."""
+        if self._view is not None:
+            self._view.complete(self._status)
+        elif self._bar is not None:
+            self._bar.update(self._task, total=1.0, completed=1.0, status=self._status)
 
     def finish(self) -> None:
         """End the run that was started, if there is one; the last state stays to be read."""

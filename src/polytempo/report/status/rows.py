@@ -115,8 +115,10 @@ class RowFollower:
         *,
         earlier: bool = False,
         name: str = METRICS,
+        on_broken: Callable[[bytes, Exception], None] | None = None,
     ) -> None:
-        self.path = run / name
+        """`on_broken(line, error)`: called with a whole line that is not a row; None: its error is raised."""
+        self.path, self._on_broken = run / name, on_broken
         self._show, self._every_s = show, every_s
         self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
         self._seam = b""
@@ -151,7 +153,17 @@ class RowFollower:
             self._read_bytes += len(whole_lines) + len(newline)
             self._seam = (self._seam + whole_lines + newline)[-_SEAM_BYTES:]
             for line in whole_lines.split(b"\n") if newline else []:
-                self._show(parsed_row(line))
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            row = parsed_row(line)
+        except (ValueError, RecursionError) as error:
+            if self._on_broken is None:
+                raise
+            self._on_broken(line, error)
+        else:
+            self._show(row)
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], int]]:

@@ -30,6 +30,7 @@ from polytempo.training.elastic.local_round import check_alike
 from polytempo.training.elastic.loop_state import ElasticState
 from polytempo.training.hooks.attached_models import detach_from, handle_of
 from polytempo.training.hooks.handle import Handle
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.worlds import ProcessWorld
 
 TrainFunction = Callable[[ElasticState], Any]
@@ -98,14 +99,30 @@ class _LoopWorker:
         self._train, self._state, self._timeout_s = train, state, timeout_s
         self._rendezvous = Rendezvous.joined(url)
         self._board, self._member = MemberBoard(self._rendezvous, life), ElasticMember(life)
-        self._formed = True
+        self._formed, self._finished = True, False
         signal.signal(signal.SIGTERM, self._board.leave)
 
     def work(self) -> Any:
         """Take part until the end."""
-        return take_part(self._rendezvous, self._board, self._member, self._timeout_s, self._enter, self._train_once)
+        given = self._rendezvous, self._board, self._member, self._timeout_s, self._enter, self._train_once
+        try:
+            result = take_part(*given)
+        except BaseException as error:
+            if (callbacks := self._callbacks()) is not None:
+                callbacks.fail(error)
+            raise
+        if (callbacks := self._callbacks()) is not None:
+            callbacks.finish() if self._finished else callbacks.leave()
+        return result
+
+    def _callbacks(self) -> LoopCallbacks | None:
+        """The callbacks of the attached loop."""
+        handle = handle_of(self._state.model)
+        return handle.callbacks if isinstance(handle, Handle) else None
 
     def _enter(self, view: GroupView) -> None:
+        if (callbacks := self._callbacks()) is not None:
+            callbacks.leave()
         detach_from(self._state.model)
         verdict = self._member.enter(view)
         if verdict == "finish":
@@ -121,15 +138,24 @@ class _LoopWorker:
         if not self._member.stateful:
             self._member.taken_over(view.step)
         self._formed = world.rank != 0
+        self._state.goes_on, world.committed = view.stateful > 0, self._state
         self._state.arrive = lambda: self._arrive(world, view)
-        return self._train(self._state)
+        self._finished = False
+        result = self._train(self._state)
+        self._finished = True
+        return result
 
     def _arrive(self, world: ProcessWorld, view: GroupView) -> None:
         handle = handle_of(self._state.model)
         if isinstance(handle, Handle) and not handle.replica.strategy.synchronized and world.size > 1:
             world.drive(check_alike(world.port, handle.replica))
         self._member.exchanged()
-        committed = world.drive(commit_point(world.port, self._board.wishes(), {}))
+        callbacks, wishes = self._callbacks(), self._board.wishes()
+        if callbacks is not None and world.rank == 0:
+            wishes = wishes._replace(asked=callbacks.take())
+        committed = world.drive(commit_point(world.port, wishes, {}))
+        if callbacks is not None:
+            self._state.callbacks = callbacks.commit(committed.asked)
         self._state.keep()
         self._member.stepped()
         if not self._formed:

@@ -76,16 +76,17 @@ def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Itera
     accuracy: list[float | None] = [None]
 
     def show(row: dict[str, Any]) -> None:
-        if row["kind"] == "test":
+        if row.get("kind") == "test":
             accuracy[0] = row["accuracy"]
-        elif row["kind"] == "diagnosis":
+        elif row.get("kind") == "diagnosis":
             progress.note(f"note: {row['text']}")
-        elif row["kind"] == "train":
+        elif row.get("kind") == "train":
             progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 
     description = f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers"
     progress.start(spec.options.steps, description, total_epochs=spec.epochs, at_most=bool(spec.options.until))
     try:
         yield show
+        progress.complete()
     finally:
         progress.finish()

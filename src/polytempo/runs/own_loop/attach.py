@@ -140,9 +140,12 @@ def _begin_watching(
     if out is not None:
         _log_into(place(out), handle, model, strategy, watching.trackers)
         _record(handle, watching.profile, place(out))
-    if watching.callbacks and isinstance(handle, Handle):
+    if watching.callbacks:
         host = CallbackHost(watching.callbacks, None if out is None else str(out))
-        handle.begin_callbacks(LoopCallbacks(handle.world, model, host))
+        if isinstance(handle, ServedHandle):
+            handle.begin_callbacks(host)
+        else:
+            handle.begin_callbacks(LoopCallbacks(handle.world, model, host))
 
 
 def _callbacks(given: object) -> Callbacks:

@@ -214,6 +214,8 @@ class LoopServer:
         told = json.loads(row)
         if told["kind"] == "leave":
             self.scheduler.retire(told["worker"])
+        elif told["kind"] == "stop":
+            self.coordinator.stop()
         elif told["kind"] == "return":
             here = told["host"] == host_digest()
             self._ranks.come_back(told["worker"], told["process"] if here else None)

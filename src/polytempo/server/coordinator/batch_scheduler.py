@@ -14,6 +14,7 @@ is done, or one worker holds it, or no worker does. Orders to a worker:
     wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
     finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
     pause     the epoch that the worker is in is done, by all; its next ask is for the epoch after it (see `pauses`).
+    stop      where epochs are apart: the loop was stopped, and every ticket that was dealt is done.
 
 "wait" goes only to workers with tickets: to all when other workers wait for their pushes (the end of the run, a pause),
 and to workers that hold `most_held` tickets. A worker that holds nothing and can be given nothing has no answer until
@@ -268,14 +269,15 @@ class BatchScheduler:
         return life.answer
 
     def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
-        if self.finished or (self._stopped and self.deals == "freely"):
-            return "finish", ()
+        stops = self._stopped and self.deals == "freely"
+        if self.finished or (stops and not self._pauses):
+            return "stop" if self._stopped and self._pauses else "finish", ()
         if life.retires:
             return None
         if self._holds_back and life.held:
             return "wait", ()
         end = (life.epoch + 1) * self.batches_per_epoch if self._pauses else self.num_tickets
-        if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
+        if not stops and len(life.held) < self._most_held and (self._is_warm or worker == self._first):
             ticket = self._next_ticket(worker, min(end, self._limit))
             if ticket is not None:
                 return "train", (ticket,)

@@ -335,7 +335,7 @@ class Coordinator:
             calls.unsaid[deal.worker] = deal
         out += self._notify_shards(now_s)
         for worker, deal in list(calls.unsaid.items()):
-            if deal.order == "finish":
+            if deal.order in ("finish", "stop"):
                 calls.finishing[worker] = deal.sequence
             elif deal.order == "pause":
                 pass  # no shard need know a worker that gets no ticket

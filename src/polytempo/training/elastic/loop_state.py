@@ -14,6 +14,8 @@ from polytempo.core import Port
 from polytempo.training.checkpoint.optimizer_state import load_exactly
 from polytempo.training.elastic.elastic_state import broadcast_json, hand_over_model
 
+_OWN = ("model", "optimizer", "commit", "restore", "keep", "hand_over", "arrive", "callbacks", "goes_on")
+
 
 class ElasticState:
     """A model, its optimizer, and values by name, for `pt.elastic`.
@@ -27,11 +29,12 @@ class ElasticState:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **values: Any) -> None:
-        taken = {"model", "optimizer", "commit", "restore", "keep", "hand_over", "arrive"} & set(values)
-        if taken:
+        if taken := set(_OWN) & set(values):
             raise ValueError(f"{', '.join(sorted(taken))}: the state has something of that name; use another name")
         self.model, self.optimizer = model, optimizer
-        self._names = tuple(values)
+        self._names = ("callbacks", *values)
+        self.callbacks, self.goes_on = "", False
+        """The states of the loop's callbacks at the last commit, and True where an earlier group has begun the loop."""
         for name, value in values.items():
             setattr(self, name, value)
         self.arrive: Callable[[], None] | None = None

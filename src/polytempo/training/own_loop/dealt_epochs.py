@@ -74,7 +74,7 @@ class DealtEpochs:
         self.batches: Batches | None = None
         self.done = 0
         """Epochs that this rank has been through."""
-        self._within = False
+        self._within, self._newest = False, 0
         world.epoch_source = self
         atexit.register(self.at_exit)
 
@@ -87,6 +87,13 @@ class DealtEpochs:
     def within(self) -> bool:
         """True while an epoch is under way."""
         return self._within
+
+    def position(self) -> tuple[float, int]:
+        """Epochs and samples up to this rank's newest batch."""
+        if self.batches is None or not self._newest:
+            return 0.0, 0
+        epochs = self._newest / len(self.batches)
+        return epochs, round(epochs * self.batches.num_samples)
 
     # ------------------------------------------------------------------ a `EpochSource`
 
@@ -104,6 +111,8 @@ class DealtEpochs:
             yield from shard.at(rank=shard.rank, size=shard.size)
             return
         loop, batches = self._begun(shard)
+        if loop.stopped:
+            return
         self._within = True
         while True:
             with self._moving():
@@ -111,12 +120,14 @@ class DealtEpochs:
             if ticket is None:
                 break
             loop.give(ticket, batches.pick(ticket.batch).num_samples)
+            self._newest = ticket.number + 1
             with self._reading(ticket.number):
                 batch = batches.at(shard.epoch, ticket.batch)
             yield batch
         self._within = False
-        self.done += 1
-        shard.epoch += 1
+        if not loop.stopped:
+            self.done += 1
+            shard.epoch += 1
 
     def _begun(self, shard: DataShard) -> tuple[TicketLoop, Batches]:
         """Begin the server with the first epoch: it must know the number of batches."""

@@ -8,7 +8,7 @@ the epoch's end            every batch of it is in the server's weights, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -20,9 +20,13 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.partition.branches import ThreadedModel
+from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.precision import Precision
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.ownership import Ownership
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.loop_folder import LoggingHandle
+from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.own_loop.loop_facts import facts_of_loop
 from polytempo.training.own_loop.served_step import ServedStep
@@ -54,6 +58,8 @@ class ServedHandle(LoggingHandle):
         """The model's branches on several threads, where `attach` was given `threads`."""
         self._masters = masters_of(model, optimizer, precision)
         self._step = ServedStep(model, optimizer, strategy, allow_nan=allow_nan, masters=self._masters)
+        self.callbacks: LoopCallbacks | None = None
+        """The loop's callbacks, where `attach` was given some."""
         self._ownership = Ownership(model, optimizer)
         assert strategy.server is not None
         self._epochs = DealtEpochs(
@@ -143,6 +149,42 @@ class ServedHandle(LoggingHandle):
         finally:
             self._step.lends = False
 
+    def evaluate(
+        self, function: Callable[[Any], Any], data: Any, metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """Score all of `data` on the server's model, on this rank alone; see `pt.score`.
+
+        Callbacks get rank 0's numbers (`on_evaluation`). Cost: one pull, and all of `data`.
+        """
+        with self.consensus(), evaluating(self._model):
+            found = self.world.drive(scored(self.world.port.among((self.world.rank,)), function, data, metrics))
+        if self.callbacks is not None and self.world.rank == 0:
+            self.callbacks.evaluated(found)
+        return found
+
+    # ------------------------------------------------------------------ callbacks
+
+    def begin_callbacks(self, callbacks: CallbackHost) -> None:
+        """Let `callbacks` see rank 0's steps from now on."""
+        requests = _ByRows(callbacks, self._epochs)
+        self.callbacks = LoopCallbacks(self.world, self._model, callbacks, requests, self._epochs.position)
+        self._step.on_end = self.callbacks.stepped
+
+    def asked(self) -> Control:
+        """Rank 0's requests since the last call, on rank 0 alone: it evaluates and saves alone. A request to stop
+        reaches all ranks: see `stopped`.
+        """
+        asked = Control() if self.callbacks is None else self.callbacks.asked()
+        return asked._replace(stop=self.stopped)
+
+    @property
+    def stopped(self) -> bool:
+        """True once a callback has asked for the end and every batch that was dealt is in the model.
+
+        `pt.shard` ends there, on all ranks, and later epochs are empty.
+        """
+        return self._epochs.loop is not None and self._epochs.loop.stopped
+
     # ------------------------------------------------------------------ saving and ending
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,6 +222,8 @@ class ServedHandle(LoggingHandle):
             return
         if self.threaded is not None:
             self.threaded.remove()
+        if self.callbacks is not None:
+            self.callbacks.finish()
         self._epochs.leave()
         for hook in self._step.hooks:
             hook.remove()
@@ -188,3 +232,24 @@ class ServedHandle(LoggingHandle):
         self._ownership.end()
         self.loop_log.close()
         self.attached = False
+
+
+class _ByRows:
+    """Rank 0's requests: a request to stop goes to the server, with the next call for work."""
+
+    def __init__(self, host: CallbackHost, epochs: DealtEpochs) -> None:
+        self._host, self._epochs = host, epochs
+
+    def after_step(self, step: int) -> Control:
+        """See `Requests`."""
+        asked = self._host.take()
+        if asked.stop and self._epochs.loop is not None:
+            self._epochs.loop.ask_to_stop()
+        return asked
+
+    def after_evaluation(self) -> Control:
+        """See `Requests`."""
+        return self.after_step(0)
+
+    def close(self) -> None:
+        """Nothing is under way."""

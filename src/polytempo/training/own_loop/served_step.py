@@ -55,6 +55,8 @@ class ServedStep:
         self.lends = False
         """True inside `consensus`: the model's tensors are the server's."""
         self.num_steps = 0
+        self.on_end: Callable[[int], None] = lambda step: None
+        """Called after each step, with its number."""
         self._exchanged = False
         self._own: list[tuple[nn.Parameter, Tensor | None]] = []
         self._decays: list[tuple[dict[str, Any], float]] = []
@@ -149,6 +151,7 @@ class ServedStep:
             self._own = []
         self.num_steps += 1
         self._note_weights()
+        self.on_end(self.num_steps)
 
     # ------------------------------------------------------------------ checks
 

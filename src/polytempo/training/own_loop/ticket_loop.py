@@ -36,6 +36,8 @@ T = TypeVar("T")
 LEAVE = b'{"kind": "leave", "worker": %d}'
 """The row of a rank that wants no more batches."""
 
+STOP = b'{"kind": "stop"}'
+"""The row of a rank whose callback asks for the end."""
 
 RETURN = '{{"kind": "return", "worker": {worker}, "process": {process}, "host": "{host}"}}'
 """The row of a rank that has come back, with its process and host."""
@@ -112,10 +114,16 @@ class TicketLoop:
         """Losses of batches that came back without a step, since the loop last asked."""
         self._tickets: deque[Ticket] = deque()
         self._met = self._alone = False
+        self.stopped = False
+        """True once the server has ended the loop: a callback has asked for it."""
 
     def check_pushes(self, check: Callable[[], None]) -> None:
         """Call `check` before a push leaves a device."""
         self._calls.before_push = check
+
+    def ask_to_stop(self) -> None:
+        """Ask the server, with the next call for work, to deal no more batches to any rank."""
+        self._greeting = (*self._greeting, STOP)
 
     # ------------------------------------------------------------------ batches
 
@@ -130,18 +138,18 @@ class TicketLoop:
     async def _next_ticket(self) -> Ticket | None:
         while not self._tickets:
             if not self._work.is_open:
-                greeting, self._greeting = self._greeting, ()
-                await self._work.ask(self._port, greeting)
+                await self._ask()
             deal = await self._work.deal(self._port)
             match None if deal is None else deal.order:
                 case "train":
                     assert deal is not None
                     self._tickets.extend(deal.tickets)
                     await self._worker.begin()
-                    await self._work.ask(self._port)  # the answer travels while the loop computes
+                    await self._ask()  # the answer travels while the loop computes
                 case "wait":
                     await self._push_all()
-                case "pause":
+                case "pause" | "stop":
+                    self.stopped = deal is not None and deal.order == "stop"
                     await self._worker.begin()
                     await self.replica.settle()
                     if not self.replica.is_apart:
@@ -155,6 +163,10 @@ class TicketLoop:
         if ticket.again:
             await self._push_all()
         return ticket
+
+    async def _ask(self) -> None:
+        greeting, self._greeting = self._greeting, ()
+        await self._work.ask(self._port, greeting)
 
     # ------------------------------------------------------------------ steps
 
@@ -233,17 +245,20 @@ class TicketLoop:
 
     def say_goodbye(self) -> None:
         """Want no more batches, and wait for nothing."""
-        self._drive(self._retire())
+        self._drive(self._leave(fetch=False) if self.stopped else self._retire())
 
     async def _leave(self, *, fetch: bool) -> None:
         await self._push_all()
-        await self._retire()
-        while (deal := await self._work.deal(self._port)) is not None and deal.order != "finish":
+        over = self.stopped
+        if not over:
             await self._retire()
-        if fetch and deal is not None:
+            while (deal := await self._work.deal(self._port)) is not None and deal.order not in ("finish", "stop"):
+                await self._retire()
+            over = deal is not None
+        if fetch and over:
             await self._worker.begin()
             await self.replica.refresh(self._worker.clock)
-        if deal is not None:
+        if over:
             await self._work.ask(self._port)  # which says goodbye
 
     async def _retire(self) -> None:

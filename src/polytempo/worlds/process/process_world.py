@@ -28,7 +28,7 @@ from polytempo.native.meeting import Unreachable
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.progress_thread import ProgressThread
-from polytempo.worlds.process.shares import EpochSource, LoopWatch, Shares, StepListener
+from polytempo.worlds.process.shares import CommittedLoop, EpochSource, LoopWatch, Shares, StepListener
 from polytempo.worlds.process.strand import Pair, PendingOp, Strand
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
@@ -58,6 +58,8 @@ class ProcessWorld:
         """The loop that gets its batches from a parameter server; None: every rank takes its own part."""
         self.loop_watch: LoopWatch | None = None
         """Callbacks of a loop of one's own; None: it has none."""
+        self.committed: CommittedLoop | None = None
+        """The state of the loop in `pt.elastic`; None: another loop."""
         self.dealing: StepListener | None = None
         """Deals the batches of `pt.shard` by speed; None: equal parts."""
         self.store: Store | None = None

@@ -25,6 +25,15 @@ class LoopWatch(Protocol):
         """True if no further batch of this shard is to be trained on."""
 
 
+class CommittedLoop(Protocol):
+    """A loop that goes on from commits in groups of workers."""
+
+    callbacks: str
+    """The states of its callbacks at the last commit; "": none yet."""
+    goes_on: bool
+    """True if an earlier group of workers has begun it."""
+
+
 class StepListener(Protocol):
     """Hears of the steps of a loop's own, to deal its batches."""
 
