@@ -12,7 +12,7 @@ import numpy as np
 
 from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import PARTS
-from polytempo.report.pictures.marks import ChartMark, mark_of, places
+from polytempo.report.pictures.marks import ChartMark, interpolated, mark_of, places
 from polytempo.report.status.records import Diagnosis, Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
 from polytempo.report.status.stream import RunStream
 from polytempo.ui.sampling import Numbers, sampled
@@ -187,12 +187,26 @@ class RunColumns:
         found = []
         for kind, columns in self._columns.items():
             y = self._filled(columns, quantity)
-            x = self._axis(columns, axis, sent_bytes)
+            x = self._axis_of_own(axis) if kind == "log" else None
+            x = self._axis(columns, axis, sent_bytes) if x is None else x
             if y is None or x is None or quantity == axis:
                 continue
             curve = sampled(x, y, num_pixels, *span)
             if len(curve.x):
                 found.append({"kind": kind, **curve.plain()})
+        return found
+
+    def _axis_of_own(self, axis: str) -> Numbers | None:
+        """The axis of the user's own numbers, whose records have steps alone: from the rows around their steps."""
+        rows = self._columns["train"] or self._columns["test"]
+        by, values, steps = (
+            self._filled(rows, "step"),
+            self._filled(rows, axis),
+            self._filled(self._columns["log"], "step"),
+        )
+        if axis == "step" or by is None or values is None or steps is None:
+            return None
+        found: Numbers | None = interpolated(steps, by, values)
         return found
 
     def _axis(self, columns: dict[str, array[float]], axis: str, sent_bytes: float | None) -> Numbers | None:

@@ -83,12 +83,18 @@ def _place(mark: ChartMark, axis: str, columns: Mapping[str, Any]) -> float | No
         return known
     if known is None or not {by, axis} <= columns.keys():
         return None
-    x, y = (np.asarray(columns[name], np.float64) for name in (by, axis))
+    found = interpolated(known, columns[by], columns[axis])
+    return None if found is None else float(found)
+
+
+def interpolated(known: Any, x: Any, y: Any) -> Any:
+    """The values of y at the places `known` of x, as in `places`. None where no row has both."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     there = np.isfinite(x) & np.isfinite(y)
     if not there.any():
         return None
     order = np.argsort(x[there], kind="stable")
-    return float(np.interp(known, x[there][order], y[there][order]))
+    return np.interp(known, x[there][order], y[there][order])
 
 
 def draw_marks(figure: Figure, found: Sequence[tuple[float, ChartMark]], texts: Sequence[str]) -> None:

@@ -128,7 +128,7 @@ class Progress:
             self._tell(plain_text(text))
 
     def complete(self) -> None:
-        """The run has ended well: its bar is full, whatever the step of its last row."""
+        """The run has ended well: its bar is full, although its last row may be of an earlier step."""
         if self._view is not None:
             self._view.complete(self._status)
         elif self._bar is not None:

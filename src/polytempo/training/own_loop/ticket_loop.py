@@ -37,7 +37,7 @@ LEAVE = b'{"kind": "leave", "worker": %d}'
 """The row of a rank that wants no more batches."""
 
 STOP = b'{"kind": "stop"}'
-"""The row of a rank whose callback asks for the end."""
+"""The row that asks the server to end the loop."""
 
 RETURN = '{{"kind": "return", "worker": {worker}, "process": {process}, "host": "{host}"}}'
 """The row of a rank that has come back, with its process and host."""
