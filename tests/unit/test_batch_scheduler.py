@@ -319,3 +319,22 @@ def test_a_worker_that_retires_gives_back_what_it_holds_and_waits_for_the_others
     assert order(scheduler.ask(0, 1, 4, ())) == ("finish", [])
     assert [order(deal) for deal in scheduler.due()] == [("finish", [])]
     assert scheduler.finished
+
+
+@pytest.mark.parametrize("deals", ["freely", "evenly"])
+def test_a_stop_of_a_loop_is_told_when_all_dealt_tickets_are_done(deals: Literal["freely", "evenly"]) -> None:
+    machine = BatchScheduler(4, 400, deals, workers=2, pauses=True)
+    for worker in (0, 1):
+        assert machine.join(worker, 1)
+        assert orders([machine.ask(worker, 1, 1, ())]) == ["train"]
+    machine.stop()
+    assert orders([machine.ask(0, 1, 2, ())]) == ["wait"]
+    assert machine.ask(0, 1, 3, (0,)) is None
+    assert not machine.finished
+    assert orders([machine.ask(1, 1, 2, (1,))]) == ["stop"]
+    assert orders(machine.due()) == ["stop"]
+    assert machine.done == ((0, 1),)
+
+
+def orders(deals: list[Deal | None]) -> list[str]:
+    return ["" if deal is None else deal.order for deal in deals]
