@@ -117,7 +117,7 @@ export function runPage(id, parameters) {
       Object.keys(facts.outcome).length ? element("section", { class: "card" }, element("h3", {}, "Outcome"), pairs({ ...facts.outcome, ...facts.server })) : null,
       Object.keys(facts.environment).length ? element("section", { class: "card" }, element("h3", {}, "Environment"), pairs(facts.environment)) : null,
       element("section", { class: "card" }, element("h3", {}, "Folder and hashes"), pairs({ folder: facts.folder, ...facts.hashes })),
-      facts.command ? element("section", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "The command that repeats it"), copy), element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, facts.command))) : null));
+      facts.command ? element("section", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "The command that repeats it"), copy), element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, ...facts.command.split(/( )/).map((word) => word === " " ? word : element("span", {}, word))))) : null));
   }
 
   function drawCurves() {
