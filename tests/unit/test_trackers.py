@@ -83,7 +83,7 @@ def test_text_is_a_call(text: str, call: t.TrackerCall) -> None:
     ("text", "said"),
     [
         ("tensorbord", "did you mean tensorboard"),
-        ("neptune:project=x", "there is no tracker 'neptune'; there are: kubeflow, mlflow"),
+        ("neptune:project=x", "there is no tracker 'neptune'; there are: comet, kubeflow"),
         ("wandb:projct=x", "did you mean project"),
         ("wandb:project=a,b", "wandb has no argument 'b'"),
         ("prometheus:abc", "expected an int"),
