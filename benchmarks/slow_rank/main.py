@@ -14,6 +14,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,7 +25,7 @@ from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 
 RANKS, STEP_S, SLOWER = 4, 0.020, 1.3
-SLOW_FROM, STEPS_SLOW = 40, 40
+SLOW_FROM, STEPS_SLOW = 40, 80
 PROMISED = 20
 """Steps until the slow rank is named."""
 
