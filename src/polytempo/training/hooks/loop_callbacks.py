@@ -28,7 +28,7 @@ from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.worlds import ProcessWorld, beside
 
 
-class Requests(Protocol):
+class LoopRequests(Protocol):
     """The way of requests from rank 0 to all ranks."""
 
     def after_step(self, step: int, /) -> Control:
@@ -53,7 +53,7 @@ class LoopCallbacks:
         world: ProcessWorld,
         model: nn.Module,
         host: CallbackHost,
-        requests: Requests | None = None,
+        requests: LoopRequests | None = None,
         position: Callable[[], tuple[float, int]] | None = None,
     ) -> None:
         self._host, self._world, self._model = host, world, ref(model)
@@ -194,16 +194,16 @@ class Looks:
         self._watch = PreemptionWatch(world, Notice(0.0), wish=host.take)
 
     def after_step(self, step: int) -> Control:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         self._watch.agreed(step)
         return self._watch.asked(step)
 
     def after_evaluation(self) -> Control:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         return self._beside.drive(self._host.agreed(self._beside.port))
 
     def close(self) -> None:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         self._watch.close()
 
 
@@ -218,7 +218,7 @@ class Commits:
         return Control()
 
     def after_evaluation(self) -> Control:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         return self._world.drive(self._host.agreed(self._world.port))
 
     def close(self) -> None:

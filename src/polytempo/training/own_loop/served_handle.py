@@ -241,14 +241,14 @@ class _ByRows:
         self._host, self._epochs = host, epochs
 
     def after_step(self, step: int) -> Control:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         asked = self._host.take()
         if asked.stop and self._epochs.loop is not None:
             self._epochs.loop.ask_to_stop()
         return asked
 
     def after_evaluation(self) -> Control:
-        """See `Requests`."""
+        """See `LoopRequests`."""
         return self.after_step(0)
 
     def close(self) -> None:
