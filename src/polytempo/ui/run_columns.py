@@ -197,7 +197,7 @@ class RunColumns:
         return found
 
     def _axis_of_own(self, axis: str) -> Numbers | None:
-        """The axis of the user's own numbers, whose records have steps alone: from the rows around their steps."""
+        """The axis of the user's own numbers, by steps between rows: a record has its step alone."""
         rows = self._columns["train"] or self._columns["test"]
         by, values, steps = (
             self._filled(rows, "step"),
