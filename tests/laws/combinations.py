@@ -212,7 +212,7 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
 
 
 NEWER: list[Sequence[str]] = [("watched",), ()]
-"""Loops that get rows of their own behind those of the others, which stay as they are."""
+"""Newer loops. Rows of older loops come first, so a newer one leaves them alone."""
 
 
 def covering(seed: int = SEED) -> list[Combination]:
