@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from laws.combinations import Combination
 from polytempo.device import backend_of, num_devices
 from polytempo.engines.engine import Result
 from polytempo.engines.join.init import init
@@ -18,6 +19,9 @@ from polytempo.worlds import ProcessWorld
 
 BACKENDS = ("pt.init's own", "named")
 """A group that the library chooses, and one that a user names: the host's backend, and the device's own."""
+
+PLACED = [("layout", "precision"), ("layout", "loop"), ("layout", "saving"), ("family", "precision")]
+"""Factors of `laws.combinations` that decide together where tensors are."""
 
 
 def backend(which: str, device: str, num_ranks: int) -> str | None:
@@ -36,18 +40,17 @@ def together(
     work: Callable[[ProcessWorld, torch.device], Result],
     *,
     backend: str | None = None,
-    timeout_s: float = 100,
     mesh: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """The value of `work(world, card)` on each of `num_ranks` processes, in the order of ranks, with cards in turn."""
 
     def serve(rank_info: RankInfo) -> Result:
-        world = init(timeout_s=20, quiet=True, mesh=mesh, backend=backend)
+        world = init(quiet=True, mesh=mesh, backend=backend)
         card = torch.device(device, rank_info.rank % num_devices())
         torch.accelerator.set_device_index(card.index)
         return work(world, card)
 
-    return launch(serve, num_ranks, threads=1, timeout_s=timeout_s)
+    return launch(serve, num_ranks, threads=1)
 
 
 def last_line(error: Exception) -> str:
@@ -67,3 +70,15 @@ def check_all(found: list[dict[str, str]]) -> None:
 def first_fault(cases: Mapping[str, Callable[[], str]]) -> dict[str, str]:
     """The first case that has one, with its fault: after it ranks are out of step."""
     return next(({name: wrong} for name, case in cases.items() if (wrong := case())), {})
+
+
+def telling(rows: Sequence[Combination]) -> list[Combination]:
+    """The rows that show something of places of tensors: a value, or a pair of `PLACED`, that no row before has."""
+    seen, found = set[tuple[object, ...]](), list[Combination]()
+    for row in rows:
+        values = row._asdict()
+        facts = {*values.items(), *((a, values[a], b, values[b]) for a, b in PLACED)}
+        if not facts <= seen:
+            found.append(row)
+        seen |= facts
+    return found

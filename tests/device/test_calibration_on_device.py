@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from device.crew import together
 from polytempo.cluster import Cluster, Link, Speeds
 from polytempo.cluster.cluster_file import from_toml
 from polytempo.cluster.measured import to_toml
+from polytempo.device import backend_of, num_devices
 from polytempo.engines.local_engine import launch
-from polytempo.runs.calibration import device_samples, kernel_samples
+from polytempo.runs.calibration import device_samples, kernel_samples, link_samples
 from polytempo.runs.calibration.calibrate import _speeds
-from polytempo.runs.calibration.measurement import samples_of
+from polytempo.runs.calibration.measurement import _between_devices, samples_of
+from polytempo.worlds import ProcessWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 COPIES = {"to host", "from host", "to host pageable", "from host pageable"}
 KERNELS = {"product", "convolution", "elementwise", "view", "scale", "copy", "check", "update SGD momentum"}
@@ -30,12 +34,31 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_samples, "_SIZES", (64, 4096))
 
 
+def test_sums_between_devices_are_measured_where_each_process_has_one(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_samples, "_COLLECTIVE_SIZES", (8, 64, 4096))
+    monkeypatch.setattr(link_samples, "_MESSAGES", 3)
+    backend = backend_of(device)
+
+    def work(world: ProcessWorld, card: torch.device) -> list[Any]:
+        facts = {"backend": backend or "", "devices": num_devices()}
+        return [_between_devices(world, facts | more) for more in ({}, {"devices": 1}, {"backend": ""})]
+
+    if backend is None or num_devices() < 2:
+        pytest.skip("no group between two devices")
+    for own, shared, without in together(device, 2, work):
+        assert [kind for kind, _ in own] == ["all_reduce", "all_gather", "all_to_all"]
+        assert all(seconds > 0 for _, taken in own for _, seconds in taken)
+        assert shared == without == []
+
+
 @pytest.mark.usefixtures("few")
 def test_a_device_is_measured_by_processes_that_share_it(device: str) -> None:
     def measured(rank_info: Any) -> Any:
         return device_samples.device_answer(f"{device}:0", rank_info.rank)
 
-    told = launch(measured, 2, threads=1, timeout_s=150)
+    told = launch(measured, 2, threads=1)
     assert {(each["kind"], each["devices"]) for each in told} == {(device, 1)}
     samples = [sample for each in told for sample in samples_of(each["samples"])]
     assert all(sample.seconds >= 0 for sample in samples)

@@ -17,8 +17,7 @@ from polytempo.worlds import ProcessWorld
 
 pytestmark = pytest.mark.process
 
-SHAPES = [(1,), (7,), (5, 3), (257,), (64, 40)]
-CASES = [Case(shape, kind, torch.float32, seed=3) for shape in SHAPES for kind in MODERATE]
+CASES = [Case(shape, kind, torch.float32, seed=3) for shape in [(1,), (257,), (64, 40)] for kind in MODERATE]
 WHEN = EncodeContext(5, 1, 77)
 TOLERANCE = {"pretend": 0.0, "cuda": 2e-2}
 """The tolerance of decoded values, relative to the largest of the tensor; a device may round a code the other way."""

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import polytempo as pt
-from device.crew import BACKENDS, backend, check_all, first_fault, last_line, together
+from device.crew import BACKENDS, backend, check_all, first_fault, last_line, telling, together
 from laws.combination_runs import distance, mesh_of, own_loop, workers_of
 from laws.combinations import OWN, Combination, covering, refusal
 from polytempo.core import PolytempoError
 from polytempo.worlds import ProcessWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
-LOOPS = [row for row in covering() if row.loop in OWN]
+LOOPS = telling([row for row in covering() if row.loop in OWN])
 MESHES = sorted({(workers_of(row), tuple((mesh_of(row) or {}).items())) for row in LOOPS})
 BROKEN_OFF_AT = 4
 ONE_COPY = "PT1901"
@@ -28,7 +28,7 @@ TOLERANCE = {"pretend": 0.0, "cuda": 1e-3}
 @pytest.mark.parametrize("which", BACKENDS)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join([str(mesh[0]), *(f"{k}{n}" for k, n in mesh[1])]))
 def test_a_loop_of_a_user(device: str, mesh: tuple[int, tuple[tuple[str, int], ...]], which: str) -> None:
-    """All pairs meet the group that the library chooses, and a third of them one that is named."""
+    """All rows meet the group that the library chooses, and a third of them one that is named."""
     rows = [row for row in LOOPS if (workers_of(row), tuple((mesh_of(row) or {}).items())) == mesh]
     rows = rows if which == BACKENDS[0] else rows[::3]
     num_ranks, axes = mesh
@@ -38,7 +38,7 @@ def test_a_loop_of_a_user(device: str, mesh: tuple[int, tuple[tuple[str, int], .
             pt.init(mesh=dict(axes))
         return first_fault({str(row): partial(fault, row, world, card) for row in rows})
 
-    check_all(together(device, num_ranks, work, backend=backend(which, device, num_ranks), timeout_s=250))
+    check_all(together(device, num_ranks, work, backend=backend(which, device, num_ranks)))
 
 
 def fault(row: Combination, world: ProcessWorld, card: torch.device) -> str:

@@ -12,7 +12,7 @@ from polytempo.device import HostCopy
 from polytempo.interop.backend import staged
 from polytempo.worlds import ProcessWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 crew = pytest.importorskip("device.crew")
 RANKS = 3

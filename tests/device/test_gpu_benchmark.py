@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_SPARSE = "the pretend device has no sparse tensors"

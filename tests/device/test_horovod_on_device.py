@@ -19,7 +19,7 @@ from polytempo.device import num_devices
 from polytempo.engines.local_engine import launch
 
 pytest.importorskip("device.build", reason="the fixture `device` is made by the harness beside this file")
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 RANKS = {"a device each": 2, "more ranks than devices": 3}
 
@@ -168,5 +168,5 @@ def test_a_process_that_has_used_the_device_forks_no_ranks(
         "PT1907": lambda: torch.ones(1, requires_grad=True).sum().backward(),
     }
     for code, use in uses.items():
-        [found] = launch(lambda _, use=use, code=code: launched(use, code), 1, threads=1, timeout_s=100)
+        [found] = launch(lambda _, use=use, code=code: launched(use, code), 1, threads=1)
         assert found == [[[1.0, 1.0]]] * 2

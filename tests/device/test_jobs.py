@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
+from device.crew import telling
 from laws.catalogue import GROUPED, HELPED, PARTED, ROWS, SERVED, STAGED, Row, runs_alone
 from laws.combination_runs import STEPS, job_of, options_of, strategy_of, workers_of
 from laws.combinations import OWN, Combination, covering, refusal
@@ -21,10 +22,10 @@ from polytempo.engines.local_engine import launch
 from polytempo.runs.frame import run_page
 from polytempo.spec.result import Result
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 BROKEN_OFF_AT = 4
-COVERING = [row for row in covering() if row.loop not in OWN and row.world == "processes"]
+COVERING = telling([row for row in covering() if row.loop not in OWN and row.world == "processes"])
 ONE_COPY = "PT1901"
 """The refusal of one copy of the weights, which is in the memory of the host."""
 
@@ -85,7 +86,7 @@ def test_every_strategy_ends_with_the_cpus_result(device: str, row: Row) -> None
     served = strategy.server is not None
     stages = 0 if strategy.schedule is None else strategy.schedule.stages
     workers = 1 if served and runs_alone(row) else stages or 2
-    options: dict[str, Any] = {"steps": 6, "threads": 1, "timeout_s": 60.0}
+    options: dict[str, Any] = {"steps": 6, "threads": 1}
     if strategy.one_copy is not None:
         with pytest.raises((ValueError, PolytempoError), match=ONE_COPY):
             pt.run(JOB, strategy, workers, device=device, **options)

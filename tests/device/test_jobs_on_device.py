@@ -41,12 +41,12 @@ JOB = pt.Job(
     lr=0.05,
     batch_size=16,
 )
-PLAIN = {"steps": 12, "timeout_s": 60.0}
+PLAIN = {"steps": 12}
 
 
 def apart(work: Any) -> Any:
     """The value of `work()` in a process of its own."""
-    [found] = launch(lambda _: work(), 1, threads=1, timeout_s=100)
+    [found] = launch(lambda _: work(), 1, threads=1)
     return found
 
 
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_any_device_goes_on_on_any(
     device: str, tmp_path: Path, saved: str, resumed: str, strategy: str, ema: float | None
 ) -> None:
     places = {"device": device, "cpu": "cpu"}
-    options = {"timeout_s": 60.0, "checkpoint_every": 6, "ema": ema, "out": tmp_path / "run"}
+    options = {"checkpoint_every": 6, "ema": ema, "out": tmp_path / "run"}
     pt.run(JOB, strategy, 2, device=places[saved], steps=6, **options)
     gone_on = pt.run(JOB, strategy, 2, device=places[resumed], steps=12, resume=True, **options)
     whole = pt.run(JOB, strategy, 2, device="cpu", ema=ema, **PLAIN)
@@ -290,5 +290,5 @@ def test_a_process_that_has_computed_gradients_forks_no_workers(device: str, fou
 def test_a_profile_beside_a_device(device: str) -> None:
     """It forked after it had computed gradients, and ended with torch's error."""
     command = [sys.executable, "-m", "polytempo", "profile", "digits", "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

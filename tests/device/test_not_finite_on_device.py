@@ -17,7 +17,7 @@ from polytempo.engines.local_engine import launch
 from polytempo.training.step.late_look import LateLook, ValueKind
 from polytempo.worlds import ProcessWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 crew = pytest.importorskip("device.crew")
 MARK = 7.0
@@ -79,9 +79,7 @@ def refused(run: Any, *arguments: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("bad", JOBS)
 def test_a_run_names_what_it_names_on_the_cpu(device: str, strategy: str, bad: str) -> None:
     workers = STRATEGIES[strategy]
-    found, expected = (
-        refused(pt.run, JOBS[bad], strategy, workers, device=where, timeout_s=60.0) for where in (device, "cpu")
-    )
+    found, expected = (refused(pt.run, JOBS[bad], strategy, workers, device=where) for where in (device, "cpu"))
     if expected[2] is None:  # of a pipeline's loss the CPU knows no gradients
         found[2] = None
     if bad == "update":  # of all ranks in the same step
@@ -95,9 +93,7 @@ def test_a_simulation_names_what_it_names_on_the_cpu(device: str, bad: str, opti
     def found(where: str) -> list[Any]:
         return refused(pt.simulate, JOBS[bad], "sync_sgd()", 2, device=where, **options)
 
-    [there], [here] = (
-        launch(lambda _, where=where: found(where), 1, threads=1, timeout_s=100) for where in (device, "cpu")
-    )
+    [there], [here] = (launch(lambda _, where=where: found(where), 1, threads=1) for where in (device, "cpu"))
     assert there == here
 
 
@@ -154,7 +150,6 @@ def test_a_look_copies_one_number_for_each_tensor_and_waits_for_none(device: str
 def test_checks_change_no_bits(device: str) -> None:
     plain = replace(JOBS["update"], lr=1e-5)
     found = [
-        pt.run(plain, "local_sgd(period=2)", 2, device=device, steps=6, allow_nan=allowed, timeout_s=60.0)
-        for allowed in (False, True)
+        pt.run(plain, "local_sgd(period=2)", 2, device=device, steps=6, allow_nan=allowed) for allowed in (False, True)
     ]
     assert found[0].parameters_sha256 == found[1].parameters_sha256

@@ -19,7 +19,7 @@ from polytempo.native.group import Group
 from polytempo.worlds import ProcessWorld
 from process.collective_calls import GATHER_SINGLE, SCATTER_SINGLE
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 crew = pytest.importorskip("device.crew")
 RANKS = {"a device each": 2, "more ranks than devices": 3}
@@ -151,7 +151,7 @@ def test_init_where_a_process_group_exists(device: str, theirs: str, num_ranks: 
     def serve(rank: int) -> str:
         place = f"file://{tmp_path}/{name.replace(':', '-')}-{num_ranks}"
         dist.init_process_group(name, init_method=place, rank=rank, world_size=num_ranks)
-        world = pt.init(quiet=True, timeout_s=20)
+        world = pt.init(quiet=True)
         card = torch.device(device, rank % num_devices())
 
         async def summed(tensor: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def test_init_where_a_process_group_exists(device: str, theirs: str, num_ranks: 
         except Exception as error:
             return crew.last_line(error)
 
-    assert launch(one, num_ranks, threads=1, timeout_s=60) == ["the same"] * num_ranks
+    assert launch(one, num_ranks, threads=1) == ["the same"] * num_ranks
 
 
 def test_the_native_core_refuses_memory_that_it_cannot_read(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from polytempo.engines.local_engine import launch
 from polytempo.training.tuning import batch_advice
 from polytempo.training.tuning.trial import Trial
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.process
 
 
 def job(most: int) -> pt.Job:
@@ -54,7 +55,7 @@ def advice(monkeypatch: pytest.MonkeyPatch, where: str, most: int, **options: An
         plain = found._asdict() | {"samples_per_s": [*found.samples_per_s.items()]}
         return plain | {"noise": [*found.noise], "range": [*found.range], "tried": [[*each] for each in found.tried]}
 
-    [told] = launch(work, 1, threads=1, timeout_s=80)
+    [told] = launch(work, 1, threads=1)
     return dict(told)
 
 
@@ -78,3 +79,20 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts(device: str, monkeypatch
 def test_a_sample_that_does_not_fit_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Exception, match=f"noisy: a step on a single sample does not fit into the memory of {device}:0"):
         advice(monkeypatch, f"{device}:0", 0)
+
+
+def test_a_trial_rests_on_the_host_and_goes_on_with_the_same_bits(device: str) -> None:
+    def trained(rests: bool) -> list[list[float]]:
+        asked = replace(job(1000), optimizer=lambda parameters, lr: torch.optim.Adam(parameters, lr=lr))
+        trial = Trial(asked, asked.data(None), batch=16, device=torch.device(f"{device}:0"))
+        for _ in range(3):
+            trial.step()
+            if rests:
+                trial.rest()
+                state = [v for each in trial.optimizer.state.values() for v in each.values()]
+                assert not any(value.numel() for value in trial.model.parameters())
+                assert {value.device.type for value in state} == {"cpu"}
+        return [[each.loss for each in trial.losses]]
+
+    [told] = launch(lambda _: [trained(rests) for rests in (False, True)], 1, threads=1)
+    assert told[0] == told[1]

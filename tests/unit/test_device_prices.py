@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.cluster import Cluster, DeviceSpeeds, KernelSpeed, Link, Speeds
+from polytempo.cluster import Cluster, CollectiveLink, DeviceSpeeds, JobPace, KernelSpeed, Link, Speeds
 from polytempo.cluster.cluster_file import from_toml
 from polytempo.cluster.measured import to_toml
 from polytempo.core.calls.refusals import Incompatible
@@ -63,9 +63,28 @@ def with_device(**changes: object) -> Cluster:
     return replace(CLUSTER, device=replace(DEVICE, **changes))
 
 
+SUM_S = 3e-3
+BETWEEN = {"collectives": (("memory all_reduce", CollectiveLink(1e15, (0.0,), (SUM_S,))),), "backend": "nccl"}
+PACED = replace(DEVICE.speeds, jobs=(JobPace("job", 20, 1.5, 2),))
+
+
 def test_a_file_of_a_cluster_keeps_its_device() -> None:
-    assert from_toml(to_toml(CLUSTER)) == CLUSTER
+    for cluster in (CLUSTER, with_device(speeds=PACED, **BETWEEN)):
+        assert from_toml(to_toml(cluster)) == cluster
     assert "[[device_kernels]]" in to_toml(CLUSTER)
+
+
+@pytest.mark.parametrize(("devices", "rounds"), [(2, 2), (1, 0)])
+def test_sums_between_devices_take_the_rates_of_their_own_group(devices: int, rounds: int) -> None:
+    """Two rounds of an all-reduce of two; on a shared device tensors go through the host, by its rates."""
+    own = step_s(with_device(devices=devices, **BETWEEN)) - step_s(with_device(devices=devices, backend="nccl"))
+    assert own == pytest.approx(rounds * SUM_S, abs=1e-9)
+
+
+def test_a_job_has_a_pace_of_its_own_on_the_device() -> None:
+    paced = replace(PACED, jobs=(JobPace(job().name, 20, 1.5, 2),))
+    assert step_s(with_device(speeds=paced), workers=1) == pytest.approx(1.5 * 2 * 5e-3)
+    assert step_s(with_device(speeds=paced), workers=1, device="cpu") == pytest.approx(2 * 70e-3)
 
 
 @pytest.mark.parametrize("part", ["device", "device_kernels"])

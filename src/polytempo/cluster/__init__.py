@@ -1,6 +1,7 @@
 """Parts of a virtual world: hosts, links, speeds, stragglers, failures."""
 
-from polytempo.cluster.cluster import Cluster, CollectiveLink, Crash, Fault, Link, Pause
+from polytempo.cluster.cluster import Cluster, Crash, Fault, Link, Pause
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.computing_time import MESSAGE, KernelSpeed, Speeds
 from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.stragglers import Stragglers, constant
@@ -107,11 +106,12 @@ class Cluster:
         """The cluster with workers that compute on the measured device: its kernels in place of the host's.
 
         Servers, messages, and the work of a step around its kernels stay the host's. Cores of the host are not counted.
+        A job has its pace on the device, if it was measured there.
         """
         if self.device is None or self.speeds is None or self.computes_on:
             return self
         own, measured = dict(self.speeds.kernels), dict(self.device.speeds.kernels)
-        speeds = Speeds(tuple(sorted((own | measured).items())))  # a job's pace was measured on the host
+        speeds = Speeds(tuple(sorted((own | measured).items())), self.device.speeds.jobs)
         flop_s = speeds.of("product").flop_s
         return replace(
             self,
@@ -128,6 +128,10 @@ class Cluster:
         """True if tensors of so many workers go through the host's memory, because they share devices."""
         here = min(workers, self.workers_per_host)
         return bool(self.computes_on) and self.device is not None and workers > 1 and self.device.staged(here)
+
+    def _between_devices(self, workers: int) -> bool:
+        """True if sums of so many workers go from device to device."""
+        return bool(self.computes_on) and workers > 1 and not self.staged(workers)
 
     @property
     def handles_messages(self) -> bool:
@@ -149,11 +153,11 @@ class Cluster:
     def slowest_link(self, hosts: tuple[int, ...], kind: str = "", num_bytes: float = 0.0) -> Link:
         """The link that bounds a collective of that kind among ranks on these hosts, of messages with so many bytes."""
         within = len(set(hosts)) <= 1
-        if self.collectives:
-            name = f"memory {kind}" if within else f"network {kind}"
-            for each, link in self.collectives:
-                if each == name:
-                    return Link(link.latency_s(num_bytes), link.bytes_per_s)
+        between = self.device.collectives if self._between_devices(len(hosts)) and self.device is not None else ()
+        name = f"memory {kind}" if within else f"network {kind}"
+        for each, link in (*between, *self.collectives):
+            if each == name:
+                return Link(link.latency_s(num_bytes), link.bytes_per_s)
         return self.memory if within else self.network
 
 
@@ -188,37 +192,6 @@ class Pause:
 
 
 Fault = Crash | Pause
-
-
-@dataclass(frozen=True)
-class CollectiveLink:
-    """Latencies of each round, by the bytes of a rank's message, and the bytes a second of large ones.
-
-    Libraries cut messages of some sizes into segments, each with a latency of its own: gloo's sum of 4 KiB may take
-    five times as long as its sum of 8 bytes, and no longer than its sum of 256 KiB.
-    """
-
-    bytes_per_s: float
-    sizes: tuple[float, ...]
-    """Ascending, in bytes."""
-    latencies_s: tuple[float, ...]
-    """Latencies at those sizes; in between on a straight line, beyond them the latency of the nearest."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for sizes that do not ascend, another number of latencies, or no rate."""
-        ascending = all(a < b for a, b in pairwise(self.sizes))
-        if not self.sizes or not ascending or self.sizes[0] < 0 or len(self.sizes) != len(self.latencies_s):
-            raise ValueError(f"a collective's link needs a latency for each of its ascending sizes, got {self}")
-        if not all(0 <= each < inf for each in self.latencies_s) or not self.bytes_per_s > 0:
-            raise ValueError(f"a collective's link needs latencies_s >= 0 and bytes_per_s > 0, got {self}")
-
-    def latency_s(self, num_bytes: float) -> float:
-        """Latency of a round with so many bytes in each rank's message."""
-        place = bisect_left(self.sizes, num_bytes)
-        if place == 0 or place == len(self.sizes):
-            return self.latencies_s[max(0, place - 1)]
-        (low, high), (before_s, after_s) = self.sizes[place - 1 : place + 1], self.latencies_s[place - 1 : place + 1]
-        return before_s + (num_bytes - low) / (high - low) * (after_s - before_s)
 
 
 _BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -3,7 +3,8 @@
 [network] [memory]      latency_s, bytes_per_s, duplex             `Cluster.network`, `Cluster.memory`
 [host]                  workers, flops_per_s, cores, …
 [[kernels]]             name, call_s, byte_s, flop_s, error        `Cluster.speeds`; [[server_kernels]] likewise
-[device]                kind, name, memory_bytes, …                `Cluster.device`; [[device_kernels]] as [[kernels]]
+[device]                kind, name, memory_bytes, …                `Cluster.device`; [[device_kernels]] as [[kernels]],
+                                                                   also [[device_jobs]] and [[device_collectives]]
 [[jobs]]                name, parameters, pace, workers            `Cluster.speeds.jobs`
 [[collectives]]         name, bytes_per_s, sizes, latencies_s      `Cluster.collectives`; one latency_s before version 4
 [stragglers]            quantiles, correlation                     `measured_steps`; [busy_stragglers] likewise
@@ -24,7 +25,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from polytempo.cluster.cluster import Cluster, CollectiveLink, Link
+from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.device_speeds import DeviceSpeeds
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps
@@ -131,6 +133,8 @@ class _Tables(msgspec.Struct):
     server_kernels: tuple[_Kernel, ...] = ()
     device: _Device | None = None
     device_kernels: tuple[_Kernel, ...] = ()
+    device_jobs: tuple[_Job, ...] = ()
+    device_collectives: tuple[_Collective, ...] = ()
     jobs: tuple[_Job, ...] = ()
     collectives: tuple[_Collective, ...] = ()
     stragglers: _Steps | None = None
@@ -154,7 +158,7 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         speeds=_speeds(tables.kernels, tables.jobs, where),
         server_speeds=_speeds(tables.server_kernels, (), where),
         device=_device(tables, where),
-        collectives=tuple((each.name, _collective(each, where)) for each in tables.collectives),
+        collectives=_collectives(tables.collectives, where),
         stragglers=_stragglers(tables.stragglers, f"{where}: [stragglers]") or constant(),
         busy_stragglers=_stragglers(tables.busy_stragglers, f"{where}: [busy_stragglers]"),
         name=tables.name,
@@ -204,13 +208,28 @@ def _speeds(kernels: tuple[_Kernel, ...], jobs: tuple[_Job, ...], where: str) ->
 
 
 def _device(tables: _Tables, where: str) -> DeviceSpeeds | None:
-    speeds, table = _speeds(tables.device_kernels, (), where), tables.device
+    speeds, table = _speeds(tables.device_kernels, tables.device_jobs, where), tables.device
     if (table is None) != (speeds is None):
         raise ValueError(f"{where}: [device] and [[device_kernels]] belong together; write both, or measure again")
     if table is None or speeds is None:
         return None
-    given = {"memory_bytes": table.memory_bytes, "devices": table.devices, "workers": table.workers}
-    return _made(where, lambda: DeviceSpeeds(table.kind, table.name, speeds, backend=table.backend, **given))
+    return _made(
+        where,
+        lambda: DeviceSpeeds(
+            table.kind,
+            table.name,
+            speeds,
+            memory_bytes=table.memory_bytes,
+            devices=table.devices,
+            workers=table.workers,
+            backend=table.backend,
+            collectives=_collectives(tables.device_collectives, where),
+        ),
+    )
+
+
+def _collectives(tables: tuple[_Collective, ...], where: str) -> tuple[tuple[str, CollectiveLink], ...]:
+    return tuple((each.name, _collective(each, where)) for each in tables)
 
 
 def _collective(table: _Collective, where: str) -> CollectiveLink:

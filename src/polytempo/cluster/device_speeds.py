@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.computing_time import Speeds
 
 TO_HOST, FROM_HOST = "to host", "from host"
@@ -27,7 +28,7 @@ class DeviceSpeeds:
     name: str
     """The device's own name."""
     speeds: Speeds
-    """Kernels, while `workers` processes computed."""
+    """Kernels, while `workers` processes computed, and paces of jobs on the device."""
     memory_bytes: int
     """Memory of one device; 0: not known."""
     devices: int
@@ -36,6 +37,9 @@ class DeviceSpeeds:
     """Processes of a host that measured together, and shared its devices round robin."""
     backend: str = ""
     """Torch's group between devices, as nccl; "": none."""
+    collectives: tuple[tuple[str, CollectiveLink], ...] = ()
+    """Rates of `backend`'s collectives, by place and kind as `Cluster.collectives`, where each process had a device of
+    its own. Kinds that are not named take the host's."""
 
     def __post_init__(self) -> None:
         """Raise ValueError without a device, or without a process that measured."""

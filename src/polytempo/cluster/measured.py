@@ -140,13 +140,16 @@ def _tables(cluster: Cluster) -> list[str]:
         for kernel, speed in () if speeds is None else speeds.kernels:
             lines += ["", f"[[{name}]]", f"name = {json.dumps(kernel)}"]
             lines += [f"{key} = {value!r}" for key, value in speed._asdict().items()]
-    for pace in () if cluster.speeds is None else cluster.speeds.jobs:
-        lines += ["", "[[jobs]]  # steps take so many times the kernels' time", f"name = {json.dumps(pace.job)}"]
-        lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}", f"workers = {pace.workers}"]
-    for kind, link in cluster.collectives:
-        lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
-        lines += [f"bytes_per_s = {link.bytes_per_s!r}", f"sizes = {list(link.sizes)!r}"]
-        lines += [f"latencies_s = {list(link.latencies_s)!r}"]
+    for name, speeds in {"jobs": cluster.speeds, "device_jobs": of_device}.items():
+        for pace in () if speeds is None else speeds.jobs:
+            lines += ["", f"[[{name}]]  # steps take so many times the kernels' time", f"name = {json.dumps(pace.job)}"]
+            lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}", f"workers = {pace.workers}"]
+    between = () if device is None else device.collectives
+    for name, links in {"collectives": cluster.collectives, "device_collectives": between}.items():
+        for kind, link in links:
+            lines += ["", f"[[{name}]]", f"name = {json.dumps(kind)}"]
+            lines += [f"bytes_per_s = {link.bytes_per_s!r}", f"sizes = {list(link.sizes)!r}"]
+            lines += [f"latencies_s = {list(link.latencies_s)!r}"]
     for name, stragglers, when in (
         ("stragglers", cluster.stragglers, ""),
         ("busy_stragglers", cluster.busy_stragglers, ", while other programs compute"),

@@ -66,12 +66,15 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
     rows.append(("kernels", f"{len(speeds)}, which the file lists"))
     rows += [] if cluster.device is None else _device_rows(cluster.device)
-    rows += [
-        (f"steps of {each.job}, {each.workers} workers", f"{each.pace:.2f} of what the kernels say")
-        for each in _jobs(found)
-    ]
+    rows += _paces(_jobs(found))
     rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
     return rows
+
+
+def _paces(jobs: tuple[JobPace, ...]) -> list[tuple[str, str]]:
+    return [
+        (f"steps of {each.job}, {each.workers} workers", f"{each.pace:.2f} of what the kernels say") for each in jobs
+    ]
 
 
 def _device_rows(device: DeviceSpeeds) -> list[tuple[str, str]]:
@@ -79,7 +82,9 @@ def _device_rows(device: DeviceSpeeds) -> list[tuple[str, str]]:
     rows = [("device", f"{device.devices} of {device.name} ({device.kind}){memory}, {device.workers} processes a host")]
     kernels = dict(device.speeds.kernels)
     shown = (*_SHOWN, TO_HOST, FROM_HOST, TO_HOST + PAGEABLE, FROM_HOST + PAGEABLE)
-    return rows + [(f"{kernel}, device", _kernel(kernels[kernel])) for kernel in shown if kernel in kernels]
+    rows += [(f"{kernel}, device", _kernel(kernels[kernel])) for kernel in shown if kernel in kernels]
+    rows += [(f"{name}, device", _collective_text(link)) for name, link in device.collectives]
+    return rows + [(f"{name}, device", text) for name, text in _paces(device.speeds.jobs)]
 
 
 def _collective_text(link: CollectiveLink) -> str:
@@ -105,7 +110,11 @@ def _kernel(speed: KernelSpeed) -> str:
 
 
 def _plain_device(device: DeviceSpeeds) -> dict[str, object]:
-    return vars(device) | {"speeds": {name: speed._asdict() for name, speed in device.speeds.kernels}}
+    return vars(device) | {
+        "speeds": {name: speed._asdict() for name, speed in device.speeds.kernels},
+        "collectives": {name: vars(link) for name, link in device.collectives},
+        "jobs": [each._asdict() for each in device.speeds.jobs],
+    }
 
 
 def _plain(path: Path, found: Calibration) -> dict[str, object]:

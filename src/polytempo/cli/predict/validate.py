@@ -12,9 +12,12 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.prediction_options import ValidateOptions
 from polytempo.core import Strategy
 from polytempo.core.system.files import RESULT
+from polytempo.device import HOST
 from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
 from polytempo.report.runs import as_written, load_run
+from polytempo.report.status.stream import ends_of
+from polytempo.runs.simulated.asked_device import here, on_asked_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.precision import parse_precision
@@ -36,12 +39,14 @@ def validate(asked: ValidateOptions) -> None:
     with as_written(run / RESULT, "facts of the run"):
         precision = None if result.get("precision") is None else parse_precision(str(result["precision"]["dtype"]))
         result = {name: result[name] for name in _NEEDED} | result
-    described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])
+    strategy, device = parse_strategy(result["strategy"]), _device_of(run)
+    described = on_asked_device(parse_cluster(cluster), device)
     _check_even(run, result, strategy)
     say_beyond_measured(cluster, result["workers"])
     with notes_on_stderr(), janitor.private_folder() as folder:
         out = folder / "simulated"
         options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": asked.data}
+        options["device"] = here(device)
         if precision is not None:
             options["precision"] = precision
         simulate(
@@ -62,6 +67,12 @@ def validate(asked: ValidateOptions) -> None:
     print(f"the median step: predicted {_ms(found.whole.predicted_s)} ms, measured {_ms(found.whole.measured_s)} ms,")
     print(f"error {found.whole.error:+.0%}; of single steps {found.median_error:.0%} in the median")
     print(_verdict(found))
+
+
+def _device_of(run: Path) -> str:
+    """The kind of the device that the run's workers computed on; the host, if the run does not say."""
+    start, _ = ends_of(run)
+    return HOST.type if start is None else start.environment.get("device", HOST.type)
 
 
 def _job_of(run: Path, name: str, given: str | None) -> Job:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from polytempo.cli.options import values
-from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Json, Threads
+from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Device, Json, Threads
 from polytempo.spec.table.option import Option
 
 _Run = Annotated[str, Option(ARGUMENT, "RUN", read=values.run_folder)]
@@ -30,6 +30,7 @@ class EvaluateOptions:
     job: _Job = None
     """The run's job, if it does not ship."""
     data: Data = None
+    device: Device = "auto"
     threads: Threads = None
     json: Json = False
 
@@ -47,6 +48,7 @@ class PredictOptions:
     job: _Job = None
     """The run's job, if it does not ship."""
     data: Data = None
+    device: Device = "auto"
     threads: Threads = None
 
 

@@ -85,14 +85,14 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
     measured = measured_of(name, told)
     each = [(int(a), int(b), Link(*figures), spread) for one in told for a, b, *figures, spread in one["links"]]
     kernels = _speeds([sample for one in told for sample in samples_of(one["samples"])])
-    base = cluster_of(measured)
+    base, place = cluster_of(measured), "network" if measured.between else "memory"
     machines = {host: one["machine"] for host, one in zip(of_rank, told, strict=True)}
     cluster = replace(
         base,
         network=replace(base.network, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] != of_rank[b]])),
         memory=replace(base.memory, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] == of_rank[b]])),
         speeds=Speeds(tuple(sorted(kernels.items()))),
-        collectives=_collectives(told, "network" if measured.between else "memory"),
+        collectives=_collectives(told, place),
         stragglers=_stragglers([one["steps"] for one in told]),
         busy_stragglers=_stragglers([one["busy_steps"] for one in told]),
         cores=min(one["cores"] for one in told),
@@ -102,7 +102,8 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         cluster = replace(cluster, network=cluster.memory)
     if devices := [one["device"] for one in told if one.get("device") is not None]:
         of_device = _speeds([sample for one in devices for sample in samples_of(one["samples"])])
-        cluster = replace(cluster, device=assembled_device(devices, cluster.workers_per_host, of_device))
+        found = assembled_device(devices, cluster.workers_per_host, of_device)
+        cluster = replace(cluster, device=replace(found, collectives=_collectives(devices, place)))
     spread = {"steps": median(spread_of(one["steps"]) for one in told)}
     spread["workers"] = spread_of([one["flops_per_s"] for one in told])
     if each:

@@ -59,6 +59,8 @@ class Paced(NamedTuple):
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Paced:
     """The cluster with the job's pace, its stragglers, and on one host the further seconds of a byte of an exchange.
 
+    A cluster with a device has the job's pace there, too, by the same steps on the device.
+
     Only the batch size, the data and the seed of `options` count. Cost: 90 steps of the job and 40 or 90 with an
     exchange, without the first 10; twice if workers share cores. Raises ValueError for a cluster without measured
     kernels; errors of `run`.
@@ -77,7 +79,19 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
             measured = _measured_s(setup, job, sync_sgd(), count, asked, _CHECKED_STEPS)
             said_s = _simulated_s(cluster, job, sync_sgd(), count, asked, _CHECKED_STEPS - _WARM_UP)
             errors.append(abs(math.log(said_s / _mean_s(measured))))
-    return Paced(cluster, max(errors))
+    return Paced(_with_pace_on_device(cluster, setup, job, workers, asked), max(errors))
+
+
+def _with_pace_on_device(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, asked: RunOptions) -> Cluster:
+    """The cluster with the job's pace on its device, where it has one."""
+    device = cluster.device
+    if device is None:
+        return cluster
+    there = replace(asked, device=device.kind)
+    ranks = _measured_s(setup, job, NO_EXCHANGE, workers, there)
+    speeds = _with_steps(cluster.on_device(), job, there, ranks, shared=False).speeds
+    assert speeds is not None
+    return replace(cluster, device=replace(device, speeds=replace(device.speeds, jobs=speeds.jobs)))
 
 
 def _with_a_core_each(cluster: Cluster, workers: int) -> int:

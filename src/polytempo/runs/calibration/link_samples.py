@@ -23,7 +23,9 @@ from polytempo.cluster.fit import Sample, fitted
 from polytempo.core import Port
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Collective, Op
+from polytempo.device import HOST
 from polytempo.runs.calibration.probe import pairs_of
+from polytempo.training.model.run_device import synchronize
 from polytempo.worlds.collective import member_bytes, num_rounds
 
 _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)
@@ -69,44 +71,51 @@ class CollectiveSamples(NamedTuple):
     """Seconds of all threads of the process on processors."""
 
 
-async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[CollectiveSamples]:
-    """Samples of each kind that a strategy may use. `empty(numel)` makes memory for sums."""
+async def collectives(
+    port: Port, empty: Callable[[int], Tensor], device: torch.device = HOST
+) -> list[CollectiveSamples]:
+    """Samples of each kind that a strategy may use, of tensors on `device`. `empty(numel)` makes memory for sums."""
     found = []
     for kind in _COLLECTIVES:
         one = CollectiveSamples(kind, [], [])
         for num_bytes in _COLLECTIVE_SIZES:
-            call = _collective(port, kind, num_bytes // 4, empty)
+            call = _collective(port, kind, num_bytes // 4, empty, device)
             op = call()
             assert isinstance(op, Collective)
             use = KernelUse(COLLECTIVE.format(kind=kind), num_rounds(op), member_bytes(op, port.rank))
-            seconds, processor_s = await _repeated(port, call)
+            seconds, processor_s = await _repeated(port, call, device)
             one.taken.append((num_bytes, seconds))
             one.on_processor.append(Sample((use,), processor_s))
         found.append(one)
     return found
 
 
-def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor]) -> Callable[[], Op[Any]]:
+def _collective(
+    port: Port, kind: str, numel: int, empty: Callable[[int], Tensor], device: torch.device
+) -> Callable[[], Op[Any]]:
     if kind == "all_reduce":
         buffer = empty(numel)
         return lambda: port.all_reduce(buffer)
     if kind == "all_gather":
-        mine = torch.zeros(numel)
+        mine = torch.zeros(numel, device=device)
         return lambda: port.all_gather(mine)
-    pieces = [torch.zeros(numel if to != port.rank else 0) for to in range(port.size)]
+    pieces = [torch.zeros(numel if to != port.rank else 0, device=device) for to in range(port.size)]
     return lambda: port.all_to_all(pieces, pieces)
 
 
-async def _repeated(port: Port, call: Callable[[], Op[Any]]) -> tuple[float, float]:
+async def _repeated(port: Port, call: Callable[[], Op[Any]], device: torch.device) -> tuple[float, float]:
     """The median seconds, and the mean seconds on processors, of a number of calls that is equal on all ranks."""
     await call()
+    synchronize(device)
     begin_s = time.perf_counter()
     await call()
+    synchronize(device)
     once_s = float((await port.all_reduce(torch.tensor([time.perf_counter() - begin_s])))[0]) / port.size
     taken, processor_s = [], time.process_time()
     for _ in range(max(3, min(_MESSAGES, int(_MOST_S / max(once_s, 1e-6) / 4)))):
         begin_s = time.perf_counter()
         await call()
+        synchronize(device)
         taken.append(time.perf_counter() - begin_s)
     return median(taken), (time.process_time() - processor_s) / len(taken)
 

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +26,7 @@ from polytempo.core import Port, Strategy
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.port import barrier
 from polytempo.core.system.folder_lock import machine_identity
+from polytempo.device import HOST, current_device
 from polytempo.engines.join.init import init
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.device_samples import device_answer
@@ -126,6 +129,8 @@ def calibration(device: str = "cpu") -> dict[str, Any]:
     on_processor_s = _turns(world, ("large alone", *CODED), time.process_time) if apart else []
     world.drive(barrier(port))
     of_device = device_answer(device, port.hosts[: port.rank].count(port.hosts[port.rank]))
+    if of_device is not None:
+        of_device["collectives"] = _between_devices(world, of_device)
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
@@ -142,6 +147,17 @@ def calibration(device: str = "cpu") -> dict[str, Any]:
         "device": of_device,
         "machine": machine_identity(),
     }
+
+
+def _between_devices(world: ProcessWorld, of_device: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Seconds of collectives between devices, where each process has a device of its own; else nothing."""
+    port = world.port
+    apart = bool(of_device["backend"]) and max(Counter(port.hosts).values()) <= of_device["devices"]
+    if port.size < 2 or not all(map(bool, world.drive(_gathered(port, torch.tensor([int(apart)]))))):
+        return []
+    device = current_device() or HOST
+    found = world.drive(collectives(port, partial(torch.zeros, device=device), device))
+    return [(each.kind, each.taken) for each in found]
 
 
 def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:

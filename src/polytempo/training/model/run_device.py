@@ -15,6 +15,7 @@ from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of
 from polytempo.data.mover import BatchMover
 from polytempo.device import HOST, accelerator_kind, device_number, num_devices, use_device
+from polytempo.spec.job import Job
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
@@ -55,12 +56,18 @@ def may_use_device(options: RunOptions, strategy: Strategy) -> bool:
 
 
 def on_device(spec: RunSpec, device: torch.device) -> RunSpec:
-    """The run with a loss on `device`: a copy, if it has tensors such as weights of classes.
+    """The run with a loss on `device`."""
+    job = with_loss_on(spec.job, device)
+    return spec if job is spec.job else replace(spec, job=job)
+
+
+def with_loss_on(job: Job, device: torch.device) -> Job:
+    """The job with a loss on `device`: a copy, if it has tensors such as weights of classes.
 
     These are found in modules, and among the arguments of `functools.partial`.
     """
-    loss = _copied(spec.job.loss, device)
-    return spec if loss is spec.job.loss else replace(spec, job=replace(spec.job, loss=loss))
+    loss = _copied(job.loss, device)
+    return job if loss is job.loss else replace(job, loss=loss)
 
 
 def _copied(part: Any, device: torch.device) -> Any:

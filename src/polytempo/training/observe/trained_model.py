@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.device import HOST
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, described, model_of, who
 from polytempo.spec.objective import output_of, pair_of
 from polytempo.spec.precision import Precision
 from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.job.sample_batches import SampleBatches
+from polytempo.training.model.run_device import beside, with_loss_on
 from polytempo.training.observe.saved_model import run_of
 from polytempo.training.observe.whole_checkpoint import RunModel, load_run_model
 
@@ -47,7 +49,7 @@ class TrainedModel(NamedTuple):
         return Evaluation(self.job, self.model, self._tested(data), precision).score(tensors_of(self.model))
 
     def outputs(self, data: Path | None = None) -> Tensor:
-        """The model's outputs (samples, …) for the test set of the job's data at `data`, in its order.
+        """The model's outputs (samples, …) for the test set of the job's data at `data`, in its order, on the host.
 
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """
@@ -85,13 +87,13 @@ class TrainedModel(NamedTuple):
         test = SampleBatches(data.test, data.collate, "a test set")
         with torch.no_grad():
             for batch, samples in test.between(0, test.length):
-                output = output_of(self.job, self.model, pair_of(self.job, batch)[0])
+                output = output_of(self.job, self.model, beside(self.model, pair_of(self.job, batch)[0]))
                 if not (isinstance(output, Tensor) and output.dim() and len(output) == samples):
                     raise ValueError(
                         f"{who(self.job)}: its model answers {samples} samples with {described(output)}, and a table "
                         "has a row of one tensor for each sample; load pt.training.checkpoint_model(run) instead"
                     )
-                yield output
+                yield output.to(HOST)
 
     def _tested(self, path: Path | None) -> Data:
         data = data_of(self.job, path)
@@ -100,13 +102,16 @@ class TrainedModel(NamedTuple):
         return data
 
 
-def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False) -> TrainedModel:
-    """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module.
+def trained_model(
+    job: Job, run: str | Path | UrlPath, *, average: bool = False, device: torch.device = HOST
+) -> TrainedModel:
+    """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module on `device`.
 
     Errors: as there, and ForeignCheckpoint where it does not fit the job's model.
     """
     model = model_of(job).eval()
-    return TrainedModel(job, model, load_run_model(model, run, average=average))
+    saved = load_run_model(model, run, average=average)
+    return TrainedModel(with_loss_on(job, device), model.to(device), saved)
 
 
 def write_outputs(outputs: Tensor, file: Place) -> None:

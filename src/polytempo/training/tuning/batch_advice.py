@@ -103,8 +103,8 @@ def advise_batch(
     `extra` is that price. The rate is the best of six, halved from each to the next, in short runs. `tell(rate, batch)`
     hears of each of these after each of its parts.
 
-    `device`: the place of all trials. A batch that does not fit into its memory is computed in parts; a worker's batch
-    fits.
+    `device`: the place of all trials, where one model is at a time. A batch that does not fit into its memory is
+    computed in parts; a worker's batch fits.
 
     `budget`: the cost, in runs of the job's own epochs. The noise scale takes a quarter of it at most, the rest goes
     into the runs that tell rates apart: at least three steps a rate, also where that is more than the budget. Errors:
@@ -127,7 +127,7 @@ def advise_batch(
     spent += ranged.samples
     top = max(ranged.top, noise.lr)  # of few samples a step the range test sees noise: that rate was seen to learn
     rates = [top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
-    trials = [Trial(job, data, batch=batch, lr=rate, seed=seed, parts=parts, device=device) for rate in rates]
+    trials = [_rested(Trial(job, data, batch=batch, lr=rate, seed=seed, parts=parts, device=device)) for rate in rates]
     tried = _halved(trials, max(_RATES * 3 * batch, total - spent), tell)
     best = tried[-1]
     return BatchAdvice(
@@ -151,6 +151,12 @@ def advise_batch(
             ),
         ],
     )
+
+
+def _rested(trial: Trial) -> Trial:
+    """The trial, in the host's memory: one at a time is on the device."""
+    trial.rest()
+    return trial
 
 
 def _shape(workers: int | None, most: float, speeds: dict[int, float], length: int, fits: int) -> tuple[int, int]:
@@ -267,6 +273,7 @@ def _halved(trials: list[Trial], samples: int, tell: Tell) -> list[TriedRate]:
     for number, kept in enumerate(counts[1:]):
         for trial in trials:
             trial.train(unit * 2**number)
+            trial.rest()
             tell(TriedRate(trial.lr, _loss(trial), trial.samples), trial.batch)
         trials.sort(key=_loss)
         ended += reversed(trials[kept:])

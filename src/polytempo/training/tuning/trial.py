@@ -50,7 +50,7 @@ class Trial:
     `follows`: the job's schedule moves the rate. `device`: of the model and its batches; its memory may be too small
     (`torch.OutOfMemoryError`).
 
-    Memory: a model, its optimizer and, with parts, another gradient.
+    Memory: a model, its optimizer and, with parts, another gradient; after `rest` it is the host's.
     """
 
     def __init__(
@@ -75,6 +75,10 @@ class Trial:
         self._scheduler = schedule_of(job, self.optimizer, len(self._shard)) if follows else None
         self._batches: Iterator[Any] = iter(self._shard)
         self._evaluation = None if data.test is None else Evaluation(self.job, self.model, data)
+        self._resting: list[Tensor] | None = None
+        """The model's tensors on the host, while it rests."""
+        self._away: list[tuple[dict[Any, Any], Any]] = []
+        """The optimizer's tensors that rest there: a parameter's state, and a name in it."""
         self.steps = self.samples = 0
         self.losses: list[TrialLoss] = []
         self.noise: list[Squares] = []
@@ -91,8 +95,37 @@ class Trial:
         while self.samples < end and not self.diverged:
             self.step()
 
+    def rest(self) -> None:
+        """Leave the device's memory to others, up to the next step."""
+        if self._device.type == HOST.type or self._resting is not None:
+            return
+        self.optimizer.zero_grad()
+        self._resting = [tensor.detach().to(HOST) for tensor in self._tensors()]
+        for tensor in self._tensors():
+            tensor.data = tensor.new_empty(0)
+        states = list(self.optimizer.state.values())
+        self._away = [(state, name) for state in states for name, value in state.items() if self._is_there(value)]
+        for state, name in self._away:
+            state[name] = state[name].to(HOST)
+
+    def _wake(self) -> None:
+        if self._resting is None:
+            return
+        for tensor, resting in zip(self._tensors(), self._resting, strict=True):
+            tensor.data = resting.to(self._device)
+        for state, name in self._away:
+            state[name] = state[name].to(self._device)
+        self._resting, self._away = None, []
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def _is_there(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.device == self._device
+
     def step(self) -> float:
         """One step, up to its end on the device; the mean loss of its samples."""
+        self._wake()
         pieces = next_slices(self.job, self._shard, self._batches, self._seed, self.steps)
         if pieces is None:
             self._batches = iter(self._shard)
@@ -115,6 +148,7 @@ class Trial:
             raise ValueError(
                 f"job {self.job.name} has no test set to score on; let its data function return pt.Data(train, test)"
             )
+        self._wake()
         return self._evaluation.score(tensors_of(self.model)).loss
 
     def recent_loss(self, samples: int) -> float:
