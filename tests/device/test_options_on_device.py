@@ -128,7 +128,7 @@ def test_a_watched_run_ends_with_the_cpus_result_and_its_models_are_the_cpus(dev
     check(device, found["there"], found["here"])
 
     def asked(folder: str, place: str, average: bool) -> list[Any]:
-        model = trained_model(JOB, tmp_path / folder, average=average, device=torch.device(place))
+        model = trained_model(JOB, tmp_path / folder, average=average, device=place)
         outputs = model.outputs()
         assert (outputs.device.type, model.model[0].weight.device.type) == ("cpu", torch.device(place).type)
         file = model.export("safetensors", tmp_path / "model.safetensors")

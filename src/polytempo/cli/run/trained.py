@@ -10,18 +10,14 @@ from polytempo.cli.options.saved_job import facts_of, saved_job
 from polytempo.cli.options.show import notes_on_stderr, show_json
 from polytempo.cli.run.trained_options import EvaluateOptions, ExportOptions, PredictOptions
 from polytempo.core.system.url_path import place
-from polytempo.device import HOST
 from polytempo.spec.precision import parse_precision
-from polytempo.spec.run_options import RunOptions
-from polytempo.strategies import sync_sgd
-from polytempo.training.model.run_device import run_device
 from polytempo.training.observe.trained_model import TrainedModel, trained_model, write_outputs
 
 
 def evaluate(asked: EvaluateOptions) -> None:
     """Print loss and accuracy on the test set."""
     with notes_on_stderr():
-        trained = _trained(asked, run_device(RunOptions(device=asked.device), sync_sgd(), local=0))
+        trained = _trained(asked, asked.device)
         torch.set_num_threads(asked.threads or torch.get_num_threads())
         bits = facts_of(place(asked.run)).get("precision")
         score = trained.score(asked.data, None if bits is None else parse_precision(bits["dtype"]))
@@ -36,7 +32,7 @@ def evaluate(asked: EvaluateOptions) -> None:
 def predict(asked: PredictOptions) -> None:
     """Write the outputs for the test set as a table."""
     with notes_on_stderr():
-        trained = _trained(asked, run_device(RunOptions(device=asked.device), sync_sgd(), local=0))
+        trained = _trained(asked, asked.device)
         torch.set_num_threads(asked.threads or torch.get_num_threads())
         outputs = trained.outputs(asked.data)
         write_outputs(outputs, place(asked.out))
@@ -50,5 +46,5 @@ def export(asked: ExportOptions) -> None:
         print(_trained(asked).export(asked.to, out, asked.data))
 
 
-def _trained(asked: EvaluateOptions | PredictOptions | ExportOptions, device: torch.device = HOST) -> TrainedModel:
+def _trained(asked: EvaluateOptions | PredictOptions | ExportOptions, device: str = "cpu") -> TrainedModel:
     return trained_model(saved_job(asked.job, place(asked.run)), asked.run, average=asked.average, device=device)

@@ -25,12 +25,14 @@ from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.device import HOST
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, described, model_of, who
+from polytempo.spec.job_calls import data_of, described, model_of, move_model, who
 from polytempo.spec.objective import output_of, pair_of
 from polytempo.spec.precision import Precision
+from polytempo.spec.run_options import RunOptions
+from polytempo.strategies import sync_sgd
 from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.job.sample_batches import SampleBatches
-from polytempo.training.model.run_device import beside, with_loss_on
+from polytempo.training.model.run_device import beside, run_device, with_loss_on
 from polytempo.training.observe.saved_model import run_of
 from polytempo.training.observe.whole_checkpoint import RunModel, load_run_model
 
@@ -102,16 +104,19 @@ class TrainedModel(NamedTuple):
         return data
 
 
-def trained_model(
-    job: Job, run: str | Path | UrlPath, *, average: bool = False, device: torch.device = HOST
-) -> TrainedModel:
-    """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module on `device`.
+def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False, device: str = "cpu") -> TrainedModel:
+    """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module.
 
-    Errors: as there, and ForeignCheckpoint where it does not fit the job's model.
+    `device`: its place, as of a run: "cpu", "cuda", "cuda:1", …; "auto": an accelerator if there is one.
+
+    Errors: as there, ForeignCheckpoint where it does not fit the job's model, and ValueError for a device that is not
+    there.
     """
     model = model_of(job).eval()
     saved = load_run_model(model, run, average=average)
-    return TrainedModel(with_loss_on(job, device), model.to(device), saved)
+    there = run_device(RunOptions(device=device), sync_sgd(), local=0)
+    move_model(model, there)
+    return TrainedModel(with_loss_on(job, there), model, saved)
 
 
 def write_outputs(outputs: Tensor, file: Place) -> None:
