@@ -16,6 +16,8 @@ import torch
 
 from device.build import built, compiler, give
 
+LOADED = ("torch._dynamo", "polytempo.training.trainer")
+"""Slow to load: once here instead of once in every worker (optimizers load the first when they are made)."""
 LIMIT_S = 600
 """A test may take as long: it ends with a deadlock, and not because the machine is busy."""
 WITHOUT_COMPILER = "no C++ compiler here, so the pretend device is not built (with CI=1 these tests would fail)"
@@ -31,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         give(os.environ, folder, cards=int(os.environ.get("PRETEND_DEVICES", "2")))
         sys.path.insert(0, str(folder))
         importlib.import_module("pretend").register()
+    for name in LOADED:
+        importlib.import_module(name)
 
 
 def can_build() -> bool:

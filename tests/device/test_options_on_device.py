@@ -54,6 +54,7 @@ JOB = pt.Job(
 )
 JOBS = {
     "plain": JOB,
+    "by samples": replace(JOB, loss=nn.functional.cross_entropy),
     "weighted": replace(JOB, loss=nn.functional.cross_entropy, weight=lambda batch: batch[1].sum() + 1),
     "measured": replace(JOB, metrics={"right": right}),
     "streamed": replace(JOB, data=lambda folder: pt.Data(Shards().shuffled(), points(17))),
@@ -67,10 +68,10 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "streamed to a server": ("streamed", "async_sgd()", {}),
     "weighted slices": ("weighted", "sync_sgd(route=invariant)", {"clip_norm": 0.5}),
     "noise scale": ("plain", "sync_sgd()", {"noise_scale": 2}),
-    "clients": ("plain", "fed_avg(3, batch_size=4)", CLIENTS),
-    "clients of a server optimizer": ("weighted", "fed_adam(3, batch_size=4)", CLIENTS),
-    "clients that correct their drift": ("plain", "scaffold(3, batch_size=4)", CLIENTS),
-    "clients with a term": ("plain", "fed_prox(3, mu=0.2, batch_size=4)", CLIENTS),
+    "clients": ("by samples", "fed_avg(3, batch_size=4)", CLIENTS),
+    "clients of a server optimizer": ("by samples", "fed_adam(3, batch_size=4)", CLIENTS),
+    "clients that correct their drift": ("by samples", "scaffold(3, batch_size=4)", CLIENTS),
+    "clients with a term": ("by samples", "fed_prox(3, mu=0.2, batch_size=4)", CLIENTS),
 }
 
 

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.process
 
 crew = pytest.importorskip("device.crew")
 SAMPLES = 24
-STRATEGIES = ("one_f_one_b(stages=2, inner=async_sgd())", "ddg(stages=2, lockstep=True, inner=async_sgd())")
+STRATEGIES = (
+    "one_f_one_b(stages=2, micro_batches=2, inner=async_sgd(shards=2))",
+    "ddg(stages=2, lockstep=True, inner=async_sgd())",
+)
 
 
 def points() -> TensorDataset:
