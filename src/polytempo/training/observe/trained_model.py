@@ -107,7 +107,7 @@ class TrainedModel(NamedTuple):
 def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False, device: str = "cpu") -> TrainedModel:
     """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module.
 
-    `device`: its place, as of a run: "cpu", "cuda", "cuda:1", …; "auto": an accelerator if there is one.
+    `device`: its place, as the option of a run says it; "auto": an accelerator if there is one.
 
     Errors: as there, ForeignCheckpoint where it does not fit the job's model, and ValueError for a device that is not
     there.
