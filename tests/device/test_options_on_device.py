@@ -76,7 +76,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class Seen(pt.callbacks.Callback):
-    """Writes down what it sees, and asks for an evaluation."""
+    """Notes each evaluation, and asks for one."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
