@@ -21,7 +21,7 @@ def test_one_round_of_all_clients_is_the_gaussian_mechanism() -> None:
 
 
 def test_epsilon_is_below_the_papers() -> None:
-    """McMahan et al., 2018, table 1: ε = 4.634 at δ = 1e-9, by the moments accountant of its time."""
+    """The setting of McMahan et al., 2018, table 1, as this accountant counts; half of the rounds leak less."""
     privacy = Privacy(1.0, 1.0, 1e-9, 5_000)
     assert epsilon(privacy, 763_430, 2_060) < epsilon(privacy, 763_430, 4_120) == pytest.approx(3.856, abs=0.01)
 
