@@ -54,12 +54,10 @@ JOB = pt.Job(
 )
 JOBS = {
     "plain": JOB,
-    "by samples": replace(JOB, loss=nn.functional.cross_entropy),
     "weighted": replace(JOB, loss=nn.functional.cross_entropy, weight=lambda batch: batch[1].sum() + 1),
     "measured": replace(JOB, metrics={"right": right}),
     "streamed": replace(JOB, data=lambda folder: pt.Data(Shards().shuffled(), points(17))),
 }
-CLIENTS = {"clients": "by_size(6, sigma=0.7)", "steps": 2}
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "accumulated": ("weighted", "sync_sgd()", {"accumulate": 2, "clip_norm": 0.5}),
     "clipped and late": ("plain", "delayed_sgd(delay=1)", {"clip_norm": 0.5, "eval_every": 3}),
@@ -68,10 +66,6 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "streamed to a server": ("streamed", "async_sgd()", {}),
     "weighted slices": ("weighted", "sync_sgd(route=invariant)", {"clip_norm": 0.5}),
     "noise scale": ("plain", "sync_sgd()", {"noise_scale": 2}),
-    "clients": ("by samples", "fed_avg(3, batch_size=4)", CLIENTS),
-    "clients of a server optimizer": ("by samples", "fed_adam(3, batch_size=4)", CLIENTS),
-    "clients that correct their drift": ("by samples", "scaffold(3, batch_size=4)", CLIENTS),
-    "clients with a term": ("by samples", "fed_prox(3, mu=0.2, batch_size=4)", CLIENTS),
 }
 
 
@@ -100,7 +94,7 @@ def check(device: str, found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_options_ends_with_the_cpus_result(device: str, name: str) -> None:
     job, strategy, options = RUNS[name]
-    workers = 1 if "server" in name and "clients" not in name else 2
+    workers = 1 if "server" in name else 2
     found = [
         pt.run(JOBS[job], strategy, workers, **{"steps": 6, "threads": 1, "device": where} | options)
         for where in (device, "cpu")
