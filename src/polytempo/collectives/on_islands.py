@@ -30,7 +30,9 @@ def within_islands(transform: Transform, number: int) -> Transform:
 
     async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         island = inside(port, number)
-        return await transform.apply(island, await _shared(island, bundle), state)
+        found, state = await transform.apply(island, await _shared(island, bundle), state)
+        alone = found is bundle and port.size > 1  # ranks have an answer together, or none has
+        return (bundle.with_flat(bundle.flat) if alone else found), state
 
     async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
         island = inside(port, number)
