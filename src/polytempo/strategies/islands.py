@@ -13,6 +13,7 @@ from polytempo.strategies.diloco import diloco
 from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.synchronization.delayed import DelayedState, OverlappedState
 from polytempo.synchronization.every import Timed
+from polytempo.synchronization.fragments import BehindState
 
 _SOME_RANKS = 2
 
@@ -53,7 +54,7 @@ def islands(inner: Strategy | None = None, outer: Strategy | None = None, number
             "diloco(period=100), local_sgd(period=8) or gossip()"
         )
     for strategy, transform in ((inner, inner.gradients), (outer, outer.parameters)):
-        if any(nodes(transform.init(Bundle({"w": torch.zeros(1)})), (DelayedState, OverlappedState))):
+        if any(nodes(transform.init(Bundle({"w": torch.zeros(1)})), (BehindState, DelayedState, OverlappedState))):
             raise ValueError(
                 f"{name}: {strategy} has exchanges under way when a step ends, and islands meet when all exchanges "
                 "of their workers are over; give one without, such as sync_sgd(), diloco() or gossip()"
