@@ -108,6 +108,11 @@ def sign_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return end_of(optimized, [(0.01, 0.01 * ((vote > 0) - (vote < 0))) for vote in votes])
 
 
+def plain(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """Each step is one of plain torch."""
+    return end_of(optimized, [PLAIN] * STEPS)
+
+
 def demo(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """A hundredth of the sign of the mean."""
     return end_of(optimized, [(0.01, 0.0)] * STEPS)
@@ -153,6 +158,7 @@ INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
     "diloco": diloco,
     "distributed_lion": distributed_lion,
     "hogwild": hogwild,
+    "islands": lambda row, *args: (diloco if "diloco" in label(row) else plain)(row, *args),
     "noloco": slowmo,
     "one_bit_adam": one_bit_adam,
     "quasi_global_momentum": quasi_global_momentum,
@@ -168,7 +174,7 @@ def expected(row: Row, optimized: Optimized, workers: int) -> Tensor:
         return bounded(row, optimized, workers)
     if row.name in INSTEAD:
         return INSTEAD[row.name](row, optimized, workers)
-    return end_of(optimized, [PLAIN] * STEPS)
+    return plain(row, optimized, workers)
 
 
 def tolerance(row: Row, workers: int) -> float:

@@ -143,7 +143,7 @@ def test_a_view_of_one_run_has_curves_marks_bars_and_edges(served: Served) -> No
     for axis, scale in (("seconds", 0.01), ("epoch", 1 / 30)):  # a logged number's record has its step alone
         timed = served.parts(f"kind=run&run=digits-sync&pixels=50&axis={axis}", 4)
         (own,) = timed["curves"]["curves"]["perplexity"]
-        assert own["x"] == pytest.approx([scale * step for step in range(10, NUM_STEPS + 1, 10)])
+        assert own["x"] == pytest.approx([scale * step for step in range(10, NUM_STEPS + 1, 10)], rel=1e-5)
     assert [mark["kind"] for mark in found["curves"]["marks"]] == ["fault", "checkpoint", "group", "diagnosis"]
     assert found["activity"]["timeline"]["ranks"] == [0, 1]
     assert found["activity"]["topology"]["edges"] == [[0, 1, 8000], [1, 0, 8000]]
