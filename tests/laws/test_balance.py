@@ -103,7 +103,7 @@ def test_other_layouts(strategy: Any, workers: int, options: dict[str, Any], tmp
 REFUSED = {"server": "PT1539", "slices": "PT1540", "racing": "PT1541"}
 OWN_STEPS = (
     *("parameter_averaging", "local_sgd", "post_local_sgd", "diloco", "gossip", "stochastic_gradient_push"),
-    *("slowmo", "adasum", "sparse_loco", "streaming_diloco", "noloco", "quasi_global_momentum"),
+    *("islands", "slowmo", "adasum", "sparse_loco", "streaming_diloco", "noloco", "quasi_global_momentum"),
 )
 
 
