@@ -94,7 +94,7 @@ def test_islands_of_different_sizes_count_the_same_and_batches_within_them_by_th
 def test_every_worker_has_the_outer_state_and_a_residual_is_held_back_once() -> None:
     """So the parts that are held back add up right where another number of workers goes on."""
     _, states = trained(s.islands(TREE, OUTER["encoded"], number=2), [[rank] for rank in range(4)])
-    anchors = [state[1].inner.anchor.flat for state in states]
+    anchors = [state[1].inner.inner.anchor.flat for state in states]
     assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
     assert [len(list(residual_tensors(state[1]))) for state in states] == [1, 0, 1, 0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,12 @@ def within_islands(transform: Transform, number: int) -> Transform:
     return Transform(transform.init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
 
 
+class IslandState(NamedTuple):
+    """The state of a transform between islands, and a mark that there are some."""
+
+    inner: State
+
+
 def between_islands(transform: Transform, number: int) -> Transform:
     """`transform` between the first ranks of `number` islands; each hands the answer and the state to its island.
 
@@ -54,19 +60,22 @@ def between_islands(transform: Transform, number: int) -> Transform:
     """
     statistics = transform.beside or averaging(native)
 
-    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
-        island = inside(port, number)
-        if island.rank == 0:
-            found, state = await transform.apply(leaders(port, number), bundle, state)
-            bundle = bundle if found is None else found
-        return await _handed(island, bundle), await _handed(island, state)
+    def init(parameters: Bundle) -> IslandState:
+        return IslandState(transform.init(parameters))
 
-    async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
+    async def apply(port: Port, bundle: Bundle, state: IslandState) -> tuple[Bundle | None, IslandState]:
+        island, inner = inside(port, number), state.inner
+        if island.rank == 0:
+            found, inner = await transform.apply(leaders(port, number), bundle, inner)
+            bundle = bundle if found is None else found
+        return await _handed(island, bundle), IslandState(await _handed(island, inner))
+
+    async def beside(port: Port, bundle: Bundle, state: IslandState) -> Bundle:
         island = inside(port, number)
         found = await averaging(native)(island, await _shared(island, bundle), None)
         found.share = None
         if island.rank == 0:
-            found = await statistics(leaders(port, number), found, state)
+            found = await statistics(leaders(port, number), found, state.inner)
         return bundle.with_flat((await _handed(island, found)).flat)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
@@ -78,7 +87,7 @@ def between_islands(transform: Transform, number: int) -> Transform:
             found.append(Exchange("broadcast", at_once([told(leaf, len(r)) for r in islands if len(r) > 1])))
         return Cost(tuple(found), between.memory_bytes)
 
-    return Transform(transform.init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+    return Transform(init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
 
 
 async def _shared(island: Port, bundle: Bundle) -> Bundle:
