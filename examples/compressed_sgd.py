@@ -33,6 +33,8 @@ for strategy, lr in [
     (pt.strategies.top_k_sgd(ratio=0.01), 0.2),
     (pt.strategies.dgc(momentum=0.9), 0.02),
     (pt.strategies.power_sgd(rank=1), 0.2),
+    (pt.strategies.dion(rank=4), 0.2),
+    (pt.strategies.distributed_muon(), 0.2),
 ]:
     result = pt.simulate(plain, strategy, workers=4, cluster=sites, batch_size=32, lr=lr, epochs=5)
     kilobytes = result.bytes_sent_per_rank / result.steps / 1e3

@@ -29,6 +29,10 @@ STRATEGIES: dict[str, list[Strategy]] = {
     "adasum": [s.adasum()],
     "delayed_sgd": [s.delayed_sgd(), s.delayed_sgd(delay=3)],
     "diloco": [s.diloco(period=4), s.diloco(period=1)],
+    "islands": [s.islands(outer=s.diloco(period=4)), s.islands(outer=s.gossip(period=3), number=1)],
+    "noloco": [s.noloco(period=4)],
+    "quasi_global_momentum": [s.quasi_global_momentum()],
+    "streaming_diloco": [s.streaming_diloco(period=6, fragments=2, delay=2), s.streaming_diloco(4, delay=0)],
     "gossip": [s.gossip(), s.gossip(pt.aggregation.random_pairs(), period=3), s.gossip(period=3, overlap=True)],
     "local_sgd": [s.local_sgd(period=4), s.local_sgd(period=1)],
     "parameter_averaging": [s.parameter_averaging(period=4), s.parameter_averaging(period=1, optimizer_state=False)],
@@ -53,8 +57,12 @@ COMPRESSED = [
     s.terngrad(),
     s.sign_sgd(feedback=True, exact_below=4),
     s.local_sgd(period=4, codec=pt.compression.feedback(pt.compression.one_bit())),
+    s.sparse_loco(period=4, exact_below=4),
+    *(s.demo(), s.dion(rank=2), s.distributed_lion(), s.distributed_muon(), s.one_bit_adam(warmup_steps=5)),
 ]
-"""Strategies that keep residuals. Each is quick, so two sets of processes serve them all."""
+"""Strategies that keep residuals, or are the update itself. Each is quick, so two sets of processes serve them all."""
+UPDATES = ("demo", "dion", "distributed_lion", "distributed_muon", "one_bit_adam")
+"""Their update is the step, so they go with SGD."""
 
 WORKERS = 2
 
@@ -138,7 +146,8 @@ def test_what_compression_remembers_is_saved_by_every_rank_and_resumed(tmp_path:
         def work(world: ProcessWorld) -> Result:
             found = []
             for i, strategy in enumerate(COMPRESSED):
-                of = replace(job(), optimizer=sgd) if strategy.momentum else job()  # Adam has momentum of its own
+                own = strategy.momentum or strategy.name.startswith(UPDATES)  # Adam has momentum of its own
+                of = replace(job(), optimizer=sgd) if own else job()
                 if resume:
                     out = tmp_path / str(i)
                     found.append(pt.Trainer(of, strategy, world=world, steps=16, out=out, resume=True).fit())

@@ -213,15 +213,21 @@ class Replica:
         """Leave parameters without a gradient on any rank alone, as plain torch does. Call it after a step's exchanges.
 
         An exchanged gradient of 0 would make optimizers decay weights and move by their momentum. Late gradients and
-        residuals in answers still move such a parameter. Cost: nothing if answers have a number that is not 0 for each
-        parameter; else one more exchange with a number for each of the others.
+        residuals in answers still move such a parameter. Where models differ, only the ranks count that the answer is
+        from. Cost: nothing if answers have a number that is not 0 for each parameter; else one more exchange with a
+        number for each of the others.
         """
         asked = [(bucket, name) for bucket in self.buckets if bucket.answered for name in bucket.silent]
         if not asked:
             return
         used = torch.tensor([float(name not in bucket.unused) for bucket, name in asked])
         if data.size > 1:
-            used = await native(data.on_channel(_UNUSED_CHANNEL), used)
+            port, applied = data.on_channel(_UNUSED_CHANNEL), self._tentative
+            beside = None if self.strategy.synchronized or applied is None else applied.transform.beside
+            if applied is None or beside is None:
+                used = await native(port, used)
+            else:
+                used = (await beside(port, Bundle({"used": used}), applied.state)).flat
         for (bucket, name), count in zip(asked, used.tolist(), strict=True):
             if not count:
                 bucket.leave(name)
