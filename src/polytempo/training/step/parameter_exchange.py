@@ -131,7 +131,7 @@ class ParameterExchange:
         moved = [(tensor, answer.views[name]) for name, tensor in group.items() if name not in resting]
         torch._foreach_copy_([tensor for tensor, _ in moved], [view for _, view in moved])
         for anchor in anchors(self.states[index]) if resting else ():
-            for name in resting & group.keys():
+            for name in resting & group.keys() & anchor.views.keys():
                 anchor.views[name].copy_(group[name])
 
     def _resting(self, index: int) -> frozenset[str]:
