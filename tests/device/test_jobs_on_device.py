@@ -263,9 +263,9 @@ def test_a_process_that_has_used_the_device_forks_no_workers_for_it(device: str,
         with pytest.raises(ValueError, match=r"PT1904.*pt\.jobs\.find"):
             pt.run(JOB, "sync_sgd()", 1, steps=1)
         pt.run(JOB, "sync_sgd()", 1, steps=1, device="cpu")
-        return facts(pt.run(found, "sync_sgd()", 1, steps=2))
+        return facts(pt.run(found, "sync_sgd()", 1, steps=2, threads=1))
 
-    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu")))
+    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu", threads=1)))
 
 
 @pytest.mark.process
@@ -280,10 +280,10 @@ def test_a_process_that_has_computed_gradients_forks_no_workers(device: str, fou
             pt.compare(JOB, "sync_sgd", 1, steps=1)
         with pytest.raises(JobFailed, match="mistake"):  # before workers start
             pt.run(found.origin.replace(":job", ":mistaken"), "sync_sgd()", 1, steps=1)
-        [compared] = pt.compare(found, "sync_sgd", 1, steps=2, device="cpu")
+        [compared] = pt.compare(found, "sync_sgd", 1, steps=2, device="cpu", threads=1)
         return facts(compared)
 
-    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu")))
+    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu", threads=1)))
 
 
 @pytest.mark.process
