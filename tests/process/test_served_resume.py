@@ -254,7 +254,7 @@ def normed(launcher: int = 0, kill_at: int = -1) -> pt.Job:
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)),
         data=lambda folder: pt.Data(samples, samples),
         loss=loss,
-        # A rate at which late gradients do not end all ReLUs, which has happened at 0.01.
+        # Late gradients at a rate of 0.01 can leave all ReLUs at zero.
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.002, momentum=0.9),
         batch_size=8,
         name="normed",
