@@ -63,7 +63,7 @@ REFUSED = {
     **dict.fromkeys(["split", "hybrid"], "PT1204"),
     "codistillation": "PT1205",
     "delayed_sgd": "PT1206",
-    "islands": "PT1209",
+    **dict.fromkeys(["islands", "zero_one_adam"], "PT1209"),
     "stochastic_gradient_push": "PT1207",
     "streaming_diloco": "PT1206",
 }

@@ -1,0 +1,112 @@
+"""Adam whose second moment changes rarely, then no more; from then on each rank steps alone.
+
+Source: Y. Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from polytempo.core import Bundle, Cost, Port, Promise, State, Steps, Transform, averaging, native
+from polytempo.core.cost import num_bytes
+from polytempo.core.transform import cost_of
+
+
+class Phase(NamedTuple):
+    """Steps with an exact exchange, which change the second moment, and the coded ones between them."""
+
+    exact: Steps
+    coded: Steps | None
+
+
+def phases(last: int, repeats: int) -> list[Phase]:
+    """Steps 1 … `last`: exact every 1, 2, 4, … steps, `repeats` times each.
+
+    >>> [phase.exact.period for phase in phases(100, 16)]
+    [1, 2, 4]
+    """
+    found: list[Phase] = []
+    begin, interval = 0, 1
+    while begin < last:
+        end = min(begin + repeats * interval, last)
+        coded = Steps(begin + 1, 1, end, interval) if interval > 1 else None
+        found.append(Phase(Steps(begin + interval, interval, end), coded))
+        begin, interval = begin + repeats * interval, 2 * interval
+    return found
+
+
+class RareVarianceState(NamedTuple):
+    """Steps so far, those with an exact exchange, Adam's moments, and the states of the two exchanges."""
+
+    step: int
+    updates: int
+    first: Bundle
+    second: Bundle
+    exact: State
+    coded: State
+
+
+def rare_variance(
+    last: int,
+    repeats: int,
+    exact: Transform,
+    coded: Transform,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    scale: float = 0.01,
+) -> Transform:
+    """Adam's step of gradients, met by `coded` or now and then by `exact` up to step T = `last`, then of a rank's own.
+
+        step in exact      g ← exact(g); v ← β₂ v + (1 - β₂) g²       1, 2, 4, … steps apart, `repeats` times each
+        others, up to T    g ← coded(g)
+        later              g is the rank's own
+        each step          m ← β₁ m + (1 - β₁) g; the answer is scale · m̂ / (√v̂ + ε), 0 where v is 0
+
+    m̂ = m / (1 - β₁^t), v̂ = v / (1 - β₂^k) after k exact steps. Running statistics meet in steps with an exchange.
+    Memory: m and v.
+    """
+    if last < 1 or repeats < 1:
+        raise ValueError(f"the second moment needs at least 1 step, and 1 of each interval; got {last} and {repeats}")
+    if not all(0 <= beta < 1 for beta in betas) or not eps > 0 or not scale > 0:
+        raise ValueError(f"betas are from 0 to below 1, eps and scale are over 0; got {betas}, {eps} and {scale}")
+    planned = phases(last, repeats)
+
+    def init(parameters: Bundle) -> RareVarianceState:
+        first, second = (parameters.map(lambda flat: flat.new_zeros(flat.shape)) for _ in range(2))
+        return RareVarianceState(0, 0, first, second, exact.init(parameters), coded.init(parameters))
+
+    async def apply(port: Port, bundle: Bundle, state: RareVarianceState) -> tuple[Bundle | None, RareVarianceState]:
+        step, (beta1, beta2), updates, second = state.step + 1, betas, state.updates, state.second
+        met: Bundle | None = bundle
+        of_exact, of_coded = state.exact, state.coded
+        if any(phase.exact.has(step) for phase in planned):
+            met, of_exact = await exact.apply(port, bundle, of_exact)
+        elif step <= last:
+            met, of_coded = await coded.apply(port, bundle, of_coded)
+        assert met is not None, "both exchanges answer in every step"
+        if any(phase.exact.has(step) for phase in planned):
+            updates, second = updates + 1, bundle.with_flat(second.flat.lerp(met.flat.square(), 1 - beta2))
+        first = bundle.with_flat(state.first.flat.lerp(met.flat, 1 - beta1))
+        root = (second.flat / (1 - beta2**updates)).sqrt() + eps
+        direction = first.flat / root * (scale / (1 - beta1**step))
+        answer = bundle.with_flat(torch.where(second.flat > 0, direction, torch.zeros_like(direction)))
+        return answer, RareVarianceState(step, updates, first, second, of_exact, of_coded)
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        total = Cost(memory_bytes=2 * num_bytes(parameters))
+        for i, phase in enumerate(planned):
+            for transform, steps in ((exact, phase.exact), (coded, phase.coded)):
+                found = cost_of(transform, parameters, num_ranks)
+                if steps is not None:
+                    total = total.plus(Cost(found.at(lambda _, steps=steps: steps).exchanges))  # type: ignore[misc]
+                if i == 0:
+                    total = total.remembering(found.memory_bytes)
+        return total
+
+    async def beside(port: Port, bundle: Bundle, state: RareVarianceState) -> Bundle:
+        return bundle if state.step >= last else await averaging(native)(port, bundle, None)
+
+    promises = exact.promises & coded.promises & (Promise.SEPARABLE | Promise.WEIGHS)
+    return Transform(init, apply, promises, cost, beside)

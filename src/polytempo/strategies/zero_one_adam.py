@@ -1,0 +1,50 @@
+"""0/1 Adam: Adam with a second moment that changes ever more rarely, signs for sums, and local steps afterwards."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import from_anchor, mean, rare_variance
+from polytempo.compression import feedback, one_bit, through
+from polytempo.core import Strategy, call_name
+from polytempo.synchronization import after, every
+
+
+def zero_one_adam(
+    freeze_step: int = 100,
+    repeats: int = 16,
+    period: int = 4,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    scale: float = 0.001,
+    exact_below: int = 1024,
+) -> Strategy:
+    """One bit a number from the first steps on; after T = `freeze_step` steps only once in H = `period` steps.
+
+        exact steps         v ← β₂ v + (1 - β₂) g², g the mean     1, 2, 4, … steps apart, `repeats` times each
+        others, up to T     g is the mean of gᵢ by 1-bit codes with feedback in both directions
+        later               g is the worker's own, and v stays
+        each step           m ← β₁ m + (1 - β₁) g; the optimizer's gradient is scale · m̂ / (√v̂ + ε)
+        steps T + H, …      θᵢ ← φ - the mean of φ - θᵢ by such codes; φ is θ at the meeting before
+
+    Moments are corrected for their first steps, and `scale` is as in `one_bit_adam`. While all steps are exact it is
+    torch's Adam at `scale` times the learning rate, to rounding; with exact codes and H = 1, N workers make the steps
+    of one with the joined batch, because all is linear in m while v stays. An element without a gradient in T steps has
+    v = 0: its code's error is not divided by ε. The codes' errors of the first T steps end with them.
+
+    Elastic runs refuse it: each worker steps by a momentum of its own between exchanges.
+
+    Cost: synchronous SGD's in exact steps, `one_bit_sgd`'s in others up to T, then that once in H steps; memory for m,
+    v, φ and the residuals of both.
+
+    Source: Y. Lu, C. Li, M. Zhang, C. De Sa and Y. He, "Maximizing communication efficiency for large-scale training
+    via 0/1 Adam", 2022. Deviations: H is the same from T on, where DeepSpeed's doubles up to 16; the codes are of the
+    movement φ - θᵢ itself, whose elements have similar sizes, where there it is multiplied by √v; a worker keeps its m
+    at a meeting, as inner optimizers in `diloco` do, where there m becomes the movement's mean in a step.
+    """
+    sign = through(feedback(one_bit()), exact_below=exact_below)
+    return Strategy(
+        call_name(zero_one_adam, locals()),
+        gradients=rare_variance(freeze_step, repeats, mean(), sign, (beta1, beta2), eps, scale),
+        parameters=after(freeze_step, every(period, from_anchor(sign)), afresh=True),
+        synchronized=False,
+    )
