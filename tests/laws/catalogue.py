@@ -64,6 +64,8 @@ ROWS = [
         lambda: s.post_local_sgd(switch_step=6, period=4),
         meets=lambda step: step <= 6 or (step - 6) % 4 == 0,
     ),
+    Row("des_loc", lambda: s.des_loc(2, 3, 4), meets=lambda step: step % 2 == 0),
+    Row("des_loc", lambda: s.des_loc(3, 2, 6, collectives.ring), meets=lambda step: step % 3 == 0),
     Row("diloco", lambda: s.diloco(period=5), alone="diloco", meets=lambda step: step % 5 == 0),
     Row("islands", lambda: s.islands(outer=s.diloco(period=5)), alone="diloco", meets=lambda step: step % 5 == 0),
     Row(

@@ -36,8 +36,12 @@ REFUSED: dict[tuple[str, int], dict[str, str]] = {
     ("accumulated_aloud", 1): {"delayed_sgd": ONCE, SIGNUM: ONCE},
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
     ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
-    ("searched", 1): {STATEFUL: NO_MEAN},
-    ("searched", 2): {STATEFUL: NO_MEAN, "shared_memory": "this optimizer is LBFGS; use sync_sgd()"},
+    ("searched", 1): {STATEFUL: NO_MEAN, "des_loc": NO_MEAN},
+    ("searched", 2): {
+        STATEFUL: NO_MEAN,
+        "des_loc": NO_MEAN,
+        "shared_memory": "this optimizer is LBFGS; use sync_sgd()",
+    },
 }
 """(loop, ranks) -> the refusal, by name or as spelled, and the remedy. All others keep the loop's meaning."""
 

@@ -62,6 +62,7 @@ REFUSED = {
     **dict.fromkeys(["pipelined_backprop", "synthetic_gradients", "zero_bubble"], "PT1203"),
     **dict.fromkeys(["split", "hybrid"], "PT1204"),
     "codistillation": "PT1205",
+    "des_loc": "PT1208",
     "delayed_sgd": "PT1206",
     **dict.fromkeys(["islands", "zero_one_adam"], "PT1209"),
     "stochastic_gradient_push": "PT1207",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from laws.harness import HOST, OPTIMIZERS, Rank, Setting, plain_torch, run
+from laws.harness import HOST, OPTIMIZERS, Rank, Setting, flat, plain_torch, run
 from polytempo import strategies as s
 from polytempo.aggregation import orthogonal_momentum, random_pairs, senders_mean
 from polytempo.aggregation.directions import orthogonalised
@@ -164,6 +164,50 @@ def test_a_cosine_transform_keeps_what_is_sent_and_is_orthonormal() -> None:
     part = chunk_top_k(0.1, bits=None, rotated=True)
     found = part.decode(part.encode(x)[0], x)
     assert float(found @ (x - found)) == pytest.approx(0, abs=1e-9)
+
+
+# ---------------------------------------------------------------------- DES-LOC, block momentum
+
+
+def test_des_loc_with_equal_periods_is_parameter_averaging() -> None:
+    same(s.des_loc(4, 4, 4), s.parameter_averaging(4), bits=False)
+
+
+def test_des_loc_whose_moments_never_meet_is_local_sgd() -> None:
+    same(s.des_loc(4, 99, 99), s.local_sgd(4))
+
+
+def test_moments_meet_at_times_of_their_own() -> None:
+    def alike(step: int, key: str) -> bool:
+        ranks, _ = run(s.des_loc(5, 2, 3), NUM_RANKS, step, Setting("adam"))
+        found = [
+            torch.cat([rank.optimizer.state[p][key].reshape(-1) for p in rank.model.parameters()]) for rank in ranks
+        ]
+        return all(torch.equal(each, found[0]) for each in found)
+
+    for step in (2, 3, 4):
+        assert (alike(step, "exp_avg"), alike(step, "exp_avg_sq")) == (step % 2 == 0, step % 3 == 0)
+
+
+def test_block_momentum_is_slowmo() -> None:
+    """K. Chen and Q. Huo, 2016: v ← μ v + ζ (mean - φ); φ ← φ + v, with μ = 1 - 1/N. All workers have all data."""
+    block_momentum, rate, period = 1 - 1 / NUM_RANKS, 0.8, 4
+    found = final(s.slowmo(period, rate, block_momentum), NUM_RANKS, Setting("adam"))[0]
+    ranks = [Rank(s.local_sgd(period), rank, NUM_RANKS, Setting("adam"), uneven=False) for rank in range(NUM_RANKS)]
+    anchor = flat(ranks[0].model)
+    velocity = torch.zeros_like(anchor)
+
+    async def program(port: Port, first: int, last: int) -> None:
+        await ranks[port.rank].steps(port, first, last)
+
+    for step in range(LAST):
+        VirtualWorld(HOST, NUM_RANKS).run(lambda port, step=step: program(port, step, step + 1))  # type: ignore[misc]
+        if (step + 1) % period == 0:
+            velocity = block_momentum * velocity + rate * (flat(ranks[0].model) - anchor)
+            anchor = anchor + velocity
+            for rank in ranks:
+                torch.nn.utils.vector_to_parameters(anchor.clone(), rank.model.parameters())
+    torch.testing.assert_close(flat(ranks[0].model), found, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- updates themselves

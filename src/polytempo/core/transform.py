@@ -176,6 +176,33 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
     return divided(parts, branches)
 
 
+def only(chosen: Callable[[str], bool], transform: Transform) -> Transform:
+    """Tensors with a `chosen` name go through `transform`, which remembers nothing; others stay as they are.
+
+    It takes tensors that come later, too, as an optimizer's, which exist after its first step.
+    """
+
+    def names(bundle: Bundle) -> list[str]:
+        return [name for name in bundle.names if chosen(name)]
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
+        if not (found := names(bundle)):
+            return bundle, state
+        given = bundle.select(found)
+        piece, _ = await transform.apply(port, given, None)
+        if piece is given:
+            return bundle, state
+        assert piece is not None, "a transform of some tensors answers in every step"
+        present = bundle.views if bundle.packed else bundle.tensors
+        return Bundle({name: piece.views.get(name, tensor) for name, tensor in present.items()}, bundle.share), state
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        found = names(parameters)
+        return cost_of(transform, parameters.select(found), num_ranks) if found else Cost()
+
+    return Transform(lambda parameters: None, apply, transform.promises, cost, transform.beside)
+
+
 def divided(parts: Callable[[Bundle], Mapping[str, list[str]]], branches: Mapping[str, Transform]) -> Transform:
     """The tensors that `parts(bundle)` names for a branch go through it; see `split`. Each has a branch.
 

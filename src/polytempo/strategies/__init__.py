@@ -10,6 +10,7 @@ from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.ddg import ddg
 from polytempo.strategies.delayed_sgd import delayed_sgd
 from polytempo.strategies.demo import demo
+from polytempo.strategies.des_loc import des_loc
 from polytempo.strategies.dgc import dgc
 from polytempo.strategies.diloco import diloco
 from polytempo.strategies.dion import dion
@@ -68,6 +69,7 @@ __all__ = [
     "ddg",
     "delayed_sgd",
     "demo",
+    "des_loc",
     "dgc",
     "diloco",
     "dion",

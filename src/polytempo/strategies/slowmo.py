@@ -24,6 +24,9 @@ def slowmo(
     α = 1 and plain SGD it is synchronous SGD with momentum β. A movement that repeats adds up to α / (1 - β) times
     itself: twice by the defaults. With a larger β, such as 0.7 (3.3 times), take a smaller learning rate.
 
+    Block momentum (BMUF: K. Chen and Q. Huo, 2016) is this with β = 1 - 1/N and α = 1: v ← μv + ζ (mean(θᵢ) - θ_anchor)
+    is -ζu, so a learning rate ζ of a block is α, and its momentum μ is β.
+
     In an elastic run it behaves as `diloco`; an `inner` strategy is refused there.
 
     Cost: the cost of `inner`, and the route's once in τ = `period` steps; memory for the anchor and the momentum.

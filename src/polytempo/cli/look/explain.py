@@ -169,7 +169,8 @@ def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
             yield Section(title, lines)
     if strategy.carries_optimizer:
         yield Section(
-            "optimizer", ["tensors of its state, such as momentum, travel with the parameters, as many bytes"]
+            "optimizer",
+            ["tensors of its state, such as momentum, travel, too, each with as many bytes as its parameter"],
         )
     yield Section("a worker", [*_average(found.mean), f"remembers {size(found.memory_bytes)} from step to step"])
 
