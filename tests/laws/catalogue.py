@@ -81,6 +81,7 @@ ROWS = [
     Row("gossip", lambda: s.gossip(aggregation.exponential_graph, period=3, overlap=True)),
     Row("stochastic_gradient_push", s.stochastic_gradient_push),
     Row("stochastic_gradient_push", lambda: s.stochastic_gradient_push(aggregation.ring_graph)),
+    Row("co2", lambda: s.co2(3, 0.5, 0.2, route=collectives.ring), alone="co2", meets=lambda step: step % 3 == 0),
     Row("slowmo", lambda: s.slowmo(period=5), alone="slowmo", meets=lambda step: step % 5 == 0),
     Row("slowmo", lambda: s.slowmo(period=4, inner=s.gossip()), alone="slowmo", meets=lambda step: step % 4 == 0),
     Row("delayed_sgd", lambda: s.delayed_sgd(delay=1), alone="delayed", meets=lambda step: True),

@@ -61,6 +61,7 @@ REFUSED = {
     ),
     **dict.fromkeys(["pipelined_backprop", "synthetic_gradients", "zero_bubble"], "PT1203"),
     **dict.fromkeys(["split", "hybrid"], "PT1204"),
+    "co2": "PT1206",
     "codistillation": "PT1205",
     "des_loc": "PT1208",
     "delayed_sgd": "PT1206",

@@ -46,7 +46,7 @@ SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
 BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
 ON_META = 3
 """So many ranks of each strategy compute without values."""
-LATE = {"delayed_sgd", "streaming_diloco"}
+LATE = {"co2", "delayed_sgd", "streaming_diloco"}
 """Their exchanges are under way while the next step begins, so they count in total only."""
 every_row = pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}: {label(row)}")
 

@@ -14,6 +14,7 @@ from polytempo.aggregation.directions import orthogonalised
 from polytempo.aggregation.rare_variance import phases
 from polytempo.compression import chunk_top_k, feedback, top_k
 from polytempo.core import Bundle, Port, Strategy
+from polytempo.core.state import settled
 from polytempo.core.transform import cost_of
 from polytempo.synchronization.fragments import cut
 from polytempo.worlds import VirtualWorld
@@ -208,6 +209,41 @@ def test_block_momentum_is_slowmo() -> None:
             for rank in ranks:
                 torch.nn.utils.vector_to_parameters(anchor.clone(), rank.model.parameters())
     torch.testing.assert_close(flat(ranks[0].model), found, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- CO2
+
+
+def test_co2_in_each_step_is_delayed_sgd(plain: Setting) -> None:
+    late, delayed = s.co2(1, 1.0, 0.0), s.delayed_sgd(1)
+    torch.testing.assert_close(final(late, 3, plain), final(delayed, 3, plain), rtol=0, atol=1e-12)
+
+
+async def constantly_moved(port: Port, strategy: Strategy, num_steps: int) -> torch.Tensor:
+    """Rank r moves by 0.1 (r + 1) in each step."""
+    bundle = Bundle({"w": torch.full((3,), 2.0, dtype=torch.float64)})
+    state = strategy.parameters.init(bundle.copy())
+    for _ in range(num_steps):
+        moved = bundle.with_flat(bundle.flat - 0.1 * (port.rank + 1))
+        answer, state = await strategy.parameters.apply(port, moved, state)
+        bundle = moved if answer is None else answer.copy()
+    await settled(state)
+    return bundle.flat
+
+
+def test_co2_is_slowmo_a_round_late_where_gradients_are_constant() -> None:
+    """A movement that counted in the round after it, too, would go further."""
+    late = VirtualWorld(HOST, 3).run(lambda port: constantly_moved(port, s.co2(4, 0.5, 0.2), 16)).results
+    slow = VirtualWorld(HOST, 3).run(lambda port: constantly_moved(port, s.slowmo(4, 0.5, 0.2), 12)).results
+    for a, b in zip(late, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_clip_of_co2_clips() -> None:
+    clipped = VirtualWorld(HOST, 3).run(lambda port: constantly_moved(port, s.co2(4, 0.5, 0.2, clip=0.01), 8)).results
+    assert torch.allclose(clipped[0], torch.full((3,), 2.0 - 0.5 * 0.01, dtype=torch.float64))
+    with pytest.raises(ValueError, match="clip is the largest size"):
+        s.co2(clip=0.0)
 
 
 # ---------------------------------------------------------------------- updates themselves

@@ -74,6 +74,21 @@ def slowmo(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return weights.ends()
 
 
+def co2(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """Every three steps all return to the anchor, which has moved by half of v ← 0.2 v + the movement before."""
+    anchor, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    before = None
+    for step, weights in enumerate(stepped(optimized, [PLAIN] * STEPS), start=1):
+        if step % 3 == 0:
+            now = anchor - weights.ends()
+            if before is not None:
+                velocity = 0.2 * velocity + before
+                anchor = anchor - 0.5 * velocity
+            before = now
+            nn.utils.vector_to_parameters(anchor.clone(), weights.parameters())
+    return weights.ends()
+
+
 def streaming_diloco(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """Fragments meet at their own steps; the inner optimizer keeps its state."""
     if "fragments=1" in label(row):
@@ -153,6 +168,7 @@ def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
+    "co2": co2,
     "delayed_sgd": delayed,
     "demo": demo,
     "diloco": diloco,

@@ -25,6 +25,7 @@ all_gather = pt.compression.all_gather
 STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "adasum": (s.adasum(), 3),
     "delayed_sgd": (s.delayed_sgd(), 3),
+    "co2": (s.co2(period=3), 6),
     "des_loc": (s.des_loc(3, 2, 2), 6),
     "diloco": (s.diloco(), 16),
     "gossip": (s.gossip(), 3),  # a ring of two is the exact mean

@@ -28,6 +28,7 @@ s = pt.strategies
 STRATEGIES: dict[str, list[Strategy]] = {
     "adasum": [s.adasum()],
     "delayed_sgd": [s.delayed_sgd(), s.delayed_sgd(delay=3)],
+    "co2": [s.co2(period=4)],
     "des_loc": [s.des_loc(3, 4, 7)],
     "diloco": [s.diloco(period=4), s.diloco(period=1)],
     "islands": [s.islands(outer=s.diloco(period=4)), s.islands(outer=s.gossip(period=3), number=1)],

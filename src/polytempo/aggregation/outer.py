@@ -22,7 +22,8 @@ def from_anchor(transform: Transform, lr: float = 1.0) -> Transform:
     """Let `transform` see Δ = anchor - θ, this rank's movement since the anchor; then θ ← anchor - `lr` · its answer.
 
     The result becomes the next anchor. One rank alone keeps θ where `transform` then does nothing; else anchor -
-    (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
+    (anchor - θ) is θ to rounding. Where the answer is late (None), θ returns to the anchor: its movement is on its way.
+    Memory: one more copy of the parameters.
     """
 
     if not lr > 0:
@@ -35,7 +36,7 @@ def from_anchor(transform: Transform, lr: float = 1.0) -> Transform:
         moved = bundle.with_flat(state.anchor.flat - bundle.flat)
         update, inner = await transform.apply(port, moved, state.inner)
         if update is None:
-            return bundle, AnchorState(state.anchor, inner)
+            return state.anchor.copy(), AnchorState(state.anchor, inner)
         arrived = bundle.with_flat(torch.sub(state.anchor.flat, update.flat, alpha=lr))
         return arrived, AnchorState(arrived.copy(), inner)
 
@@ -61,12 +62,19 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
     return _outer(lr, momentum, lambda moved, velocity: moved + momentum * velocity)
 
 
-def heavy_ball(lr: float = 1.0, momentum: float = 0.7) -> Transform:
-    """v ← μv + Δ; the update is lr · v: Polyak's momentum as torch.optim.SGD writes it."""
-    return _outer(lr, momentum, lambda moved, velocity: velocity)
+def heavy_ball(lr: float = 1.0, momentum: float = 0.7, clip: float | None = None) -> Transform:
+    """v ← μv + Δ; the update is lr · v: Polyak's momentum as torch.optim.SGD writes it.
+
+    `clip`: the largest size of an element of v.
+    """
+    return _outer(lr, momentum, lambda moved, velocity: velocity, clip)
 
 
-def _outer(lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Tensor]) -> Transform:
+def _outer(
+    lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Tensor], clip: float | None = None
+) -> Transform:
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is the largest size of an element of the outer momentum, and over 0; got {clip}")
     if not lr > 0 or not 0 <= momentum < 1:
         raise ValueError(f"the outer optimizer needs lr > 0 and momentum in [0, 1), got {lr} and {momentum}")
 
@@ -75,6 +83,8 @@ def _outer(lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Ten
 
     async def apply(port: Port, bundle: Bundle, state: MomentumState) -> tuple[Bundle | None, MomentumState]:
         velocity = state.velocity.flat * momentum + bundle.flat
+        if clip is not None:
+            velocity = velocity.clamp(-clip, clip)
         return bundle.with_flat(lr * direction(bundle.flat, velocity)), MomentumState(bundle.with_flat(velocity))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:

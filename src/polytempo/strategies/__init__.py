@@ -5,6 +5,7 @@ from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
 from polytempo.strategies.bf16_sgd import bf16_sgd
+from polytempo.strategies.co2 import co2
 from polytempo.strategies.codistillation import codistillation
 from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.ddg import ddg
@@ -64,6 +65,7 @@ __all__ = [
     "async_sgd",
     "backup_workers",
     "bf16_sgd",
+    "co2",
     "codistillation",
     "dc_asgd",
     "ddg",
