@@ -181,6 +181,13 @@ ROWS = [
 ]
 
 SERVED = [
+    Row("async_diloco", lambda: s.async_diloco(4), alone="async_diloco", pushes_every=4),
+    Row(
+        "async_diloco",
+        lambda: s.async_diloco(4, 0.5, 0.3, codec=feedback(bf16()), scale=power(0.5)),  # small tensors are exact
+        alone="async_diloco",
+        pushes_every=4,
+    ),
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
     Row("async_sgd", lambda: s.async_sgd(scale=power(2))),

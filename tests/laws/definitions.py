@@ -338,6 +338,23 @@ def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
     return flat(server)
 
 
+def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> Tensor:
+    """One worker; a server's Nesterov step by its movement in `period` steps, and by the rest at the end."""
+    net, server = model(setting.dtype), model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    lr, momentum = (float(each) for each in re.findall(r"outer_(?:lr|momentum)=([\d.]+)", name))
+    outer = torch.optim.SGD(server.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0, foreach=False)
+    every = list(batches)
+    for step, batch in enumerate(every, start=1):
+        take_gradients(net, batch)
+        optimizer.step()
+        if step % period == 0 or step == len(every):
+            pairs = zip(server.parameters(), net.parameters(), strict=True)
+            take_step(server, outer, [anchor.detach() - own.detach() for anchor, own in pairs])
+            torch.nn.utils.vector_to_parameters(flat(server), net.parameters())
+    return flat(server)
+
+
 def easgd(batches: Batches, period: int, alpha: float, setting: Setting) -> Tensor:
     """One worker x on a spring to the center, drawn together after every `period` steps and at the end."""
     net = model(setting.dtype)

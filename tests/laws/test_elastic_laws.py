@@ -52,7 +52,18 @@ MEET = [
 REFUSED = {
     **dict.fromkeys(["hogwild", "shared_memory"], "PT1202"),
     **dict.fromkeys(
-        ["async_sgd", "backup_workers", "dc_asgd", "downpour", "easgd", "flexrr", "softsync", "ssp", "staleness_aware"],
+        [
+            "async_diloco",
+            "async_sgd",
+            "backup_workers",
+            "dc_asgd",
+            "downpour",
+            "easgd",
+            "flexrr",
+            "softsync",
+            "ssp",
+            "staleness_aware",
+        ],
         "PT1201",
     ),
     **dict.fromkeys(

@@ -42,6 +42,12 @@ ROWS = [
     Row("staleness_aware(n=None, shards=1, replicas=0)", "on_arrival(scale=inverse)"),
     Row("ssp(bound=3, shards=1, replicas=0, rate=None)", "within(bound=3, scale=constant)", deals="evenly"),
     Row(
+        "async_diloco(period=10, outer_lr=0.7, outer_momentum=0.0, shards=1, replicas=0)",
+        "in_shares(scale=constant)",
+        optimizer=UpdateRule("sgd", 0.7),
+        steps_locally=True,
+    ),
+    Row(
         "easgd(period=4, alpha=None, beta=0.9, shards=1, replicas=0)",
         "elastic_share(beta=0.9)",
         optimizer=UpdateRule("sgd"),
@@ -62,7 +68,7 @@ ROWS = [
 ]
 NAMES = [row.name.partition("(")[0] for row in ROWS]
 
-SCALED = ("async_sgd", "dc_asgd", "downpour", "softsync", "ssp", "staleness_aware")
+SCALED = ("async_diloco", "async_sgd", "dc_asgd", "downpour", "softsync", "ssp", "staleness_aware")
 """Strategies with an argument `scale`, a function of the staleness."""
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)

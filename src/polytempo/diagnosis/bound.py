@@ -23,7 +23,10 @@ SHORT_STEP_S = 1e-3
 _SERVER_BUSY = 0.7
 _PERIOD = 4
 _CODED = ("codec", "bf16", "int8", "top_k", "dgc", "qsgd", "sign", "one_bit", "tern", "threshold", "power", "low_rank")
-_RARE = ("local_sgd", "diloco", "slowmo", "parameter_averaging", "easgd", "gossip", "streaming_diloco")
+_RARE = (
+    *("local_sgd", "diloco", "slowmo", "parameter_averaging", "easgd", "gossip", "streaming_diloco"),
+    *("async_diloco", "co2", "des_loc", "noloco", "sparse_loco"),
+)
 
 
 class UsedLink(NamedTuple):

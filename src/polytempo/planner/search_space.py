@@ -111,7 +111,9 @@ def usual_strategies(
     stages: Sequence[int] = (),
     parts: Sequence[int] = (),
 ) -> tuple[str, ...]:
-    """Synchronous SGD over two routes, with each codec, local SGD and DiLoCo with each period, gossip, a server.
+    """Synchronous SGD over two routes, with each codec, local strategies with each period, gossip, a server.
+
+    All of them keep the job's optimizer: those that are an optimizer themselves need a learning rate of their own.
 
     Errors: ValueError for a codec that is not in `CODECS`.
     """
@@ -129,6 +131,9 @@ def _usual(
     for period in periods:
         yield f"local_sgd(period={period})"
         yield f"diloco(period={period})"
+        if period > 1:  # an answer comes a step late
+            yield f"streaming_diloco(period={period})"
+        yield f"sparse_loco(period={period})"
         for codec in codecs:
             if codec in _OF_MOVEMENT:
                 yield f"local_sgd(period={period}, codec={_OF_MOVEMENT[codec]})"

@@ -2,6 +2,7 @@
 
 from polytempo.core.calls.typed_arguments import typed
 from polytempo.strategies.adasum import adasum
+from polytempo.strategies.async_diloco import async_diloco
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
 from polytempo.strategies.bf16_sgd import bf16_sgd
@@ -62,6 +63,7 @@ from polytempo.strategies.zero_one_adam import zero_one_adam
 
 __all__ = [
     "adasum",
+    "async_diloco",
     "async_sgd",
     "backup_workers",
     "bf16_sgd",

@@ -27,6 +27,18 @@ def on_arrival(scale: Staleness = constant) -> Rule:
     return Rule(call_name(on_arrival, locals()), dict, receive, adds_sums=scale is constant)
 
 
+def in_shares(scale: Staleness = constant) -> Rule:
+    """`on_arrival` with 1/λ of the rate, λ = the members at the time: λ pushes move θ as far as one of their mean."""
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        share = 1 / max(1, len(situation.members))
+        if arrival.kind == "push":
+            return state, [*applied(arrival, situation, lambda tau: share * scale(tau)), Answer(arrival.worker)]
+        return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
+
+    return Rule(call_name(in_shares, locals()), dict, receive)
+
+
 def applied(arrival: Arrival, situation: Situation, scale: Staleness) -> list[Action]:
     """An update by this one gradient, or none if its rate is 0."""
     action = weighed(arrival, situation, scale)

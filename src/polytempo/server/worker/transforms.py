@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Exchange, Late, Op, Port, Price, Promise, State, Steps, Transform, Work
 from polytempo.core.arithmetic.merge import add_
+from polytempo.core.cost import num_bytes
 from polytempo.core.state import settled
 
 
@@ -166,6 +167,42 @@ def exchange(every: int) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         there = Exchange("push", steps=Steps().every(every), server="push")
         return Cost((there, there._replace(by="its answer", server="pull")))
+
+    return Transform(init, apply, Promise(0), cost)
+
+
+class Moving(NamedTuple):
+    """Steps so far, and the parameters that the worker's present steps began with."""
+
+    step: int
+    anchor: Bundle
+
+
+def push_movement(every: int) -> Transform:
+    """Push φ - x, the movement of the worker's parameters x in `every` steps from φ, and continue from the server's.
+
+    In steps τ, 2τ, 3τ, … (τ = `every`). The pull follows the push immediately, so both together are one round trip.
+    Cost: the parameters there and back; memory for φ.
+    """
+    if every < 1:
+        raise ValueError(f"push_movement needs a period of at least 1 step, got every={every}")
+
+    def init(parameters: Bundle) -> Moving:
+        return Moving(0, parameters.copy())
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Moving]:
+        assert isinstance(state, Moving)
+        step = state.step + 1
+        if step % every:
+            return bundle, Moving(step, state.anchor)
+        late = await begin(port, port.push(state.anchor.flat - bundle.flat, step), lambda _: None)
+        arrived = bundle.with_flat(await port.pull(step))
+        await settled(late)
+        return arrived, Moving(step, arrived.copy())
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        there, back = (Exchange(kind, steps=Steps().every(every), server=kind) for kind in ("push", "pull"))
+        return Cost((there, back), num_bytes(parameters))
 
     return Transform(init, apply, Promise(0), cost)
 
