@@ -26,7 +26,7 @@ def zero_one_adam(
         each step           m ← β₁ m + (1 - β₁) g; the optimizer's gradient is scale · m̂ / (√v̂ + ε)
         steps T + H, …      θᵢ ← φ - the mean of φ - θᵢ by such codes; φ is θ at the meeting before
 
-    Moments are corrected for their first steps, and `scale` is twice that of `one_bit_adam`. While all steps are exact it
+    Moments are corrected for their first steps; `scale` is twice that of `one_bit_adam`. While all steps are exact it
     is torch's Adam at `scale` times the learning rate, to rounding; with exact codes and H = 1, N workers make the
     steps of one with the joined batch, because all is linear in m while v stays. An element without a gradient in T
     steps has v = 0: its code's error is not divided by ε. The codes' errors of the first T steps end with them.
