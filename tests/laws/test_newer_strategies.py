@@ -17,6 +17,7 @@ from polytempo.core import Bundle, Port, Strategy
 from polytempo.core.state import settled
 from polytempo.core.transform import cost_of
 from polytempo.synchronization.fragments import cut
+from polytempo.training.step.parameter_exchange import ParameterExchange
 from polytempo.worlds import VirtualWorld
 
 EVERYTHING = chunk_top_k(1.0, bits=None)
@@ -188,6 +189,24 @@ def test_moments_meet_at_times_of_their_own() -> None:
 
     for step in (2, 3, 4):
         assert (alike(step, "exp_avg"), alike(step, "exp_avg_sq")) == (step % 2 == 0, step % 3 == 0)
+
+
+@pytest.mark.parametrize("quiet", [0.0, 1e-12])
+def test_a_momentum_of_others_makes_no_step_without_bound(quiet: float) -> None:
+    """Rank 0 sees hardly a gradient of an element, so its own second moment is about 0 when momenta meet."""
+
+    async def program(port: Port) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        optimizer = torch.optim.Adam([weight], lr=0.01)
+        exchange = ParameterExchange(s.des_loc(4, 2, 100), optimizer, {"w": weight})
+        for _ in range(6):
+            weight.grad = torch.tensor([1.0, 1.0 if port.rank else quiet], dtype=torch.float64)
+            optimizer.step()
+            await exchange.exchange(port, None)
+        return weight.detach()
+
+    for found in VirtualWorld(HOST, 3).run(program).results:
+        assert float(found.abs().max()) < 6 * 0.01 * 8
 
 
 def test_block_momentum_is_slowmo() -> None:
