@@ -285,10 +285,12 @@ def zero_one_adam(num_steps: int, setting: Setting) -> list[Tensor]:
         directions = []
         for i, gradient in enumerate([p.grad.clone() for p in net.parameters() if p.grad is not None]):
             first, second = moments[i]
-            first = first.lerp(gradient, 1 - 0.9)
             second = second.lerp(gradient.square(), 1 - 0.999) if step in updates else second
-            moments[i] = first, second
             root = (second / (1 - 0.999 ** sum(each <= step for each in updates))).sqrt() + 1e-8
+            if step < 6 and step not in updates:
+                gradient = gradient / root * root
+            first = first.lerp(gradient, 1 - 0.9)
+            moments[i] = first, second
             directions.append(first / root * (0.01 / (1 - 0.9**step)))
         take_step(net, optimizer, directions)
         if step == 6:

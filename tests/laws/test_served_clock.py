@@ -98,7 +98,7 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
         if row.alone == "downpour":
             expected = downpour_alone(row.pushes_every, setting, batches)
         elif row.alone == "async_diloco":
-            lr, momentum = (0.5, 0.3) if "outer_lr=0.5" in str(strategy) else (0.7, 0.0)
+            lr, momentum = (0.9, 0.3) if "outer_lr=0.9" in str(strategy) else (0.7, 0.0)
             expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches)
         elif row.alone == "easgd":
             expected = easgd_alone(row.pushes_every, 0.9, setting, batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Promise, State, Steps, Transform, averaging, native
 from polytempo.core.cost import num_bytes
@@ -60,7 +61,7 @@ def rare_variance(
     """Adam's step of gradients, met by `coded` or now and then by `exact` up to step T = `last`, then of a rank's own.
 
         step in exact      g ← exact(g); v ← β₂ v + (1 - β₂) g²       1, 2, 4, … steps apart, `repeats` times each
-        others, up to T    g ← coded(g)
+        others, up to T    g ← r coded(g / r), r = √v̂ + ε             for elements of similar sizes; 0 where v is 0
         later              g is the rank's own
         each step          m ← β₁ m + (1 - β₁) g; the answer is scale · m̂ / (√v̂ + ε), 0 where v is 0
 
@@ -79,20 +80,22 @@ def rare_variance(
 
     async def apply(port: Port, bundle: Bundle, state: RareVarianceState) -> tuple[Bundle | None, RareVarianceState]:
         step, (beta1, beta2), updates, second = state.step + 1, betas, state.updates, state.second
-        met: Bundle | None = bundle
+        gradient = bundle.flat
         of_exact, of_coded = state.exact, state.coded
         if any(phase.exact.has(step) for phase in planned):
             met, of_exact = await exact.apply(port, bundle, of_exact)
-        elif step <= last:
-            met, of_coded = await coded.apply(port, bundle, of_coded)
-        assert met is not None, "both exchanges answer in every step"
-        if any(phase.exact.has(step) for phase in planned):
-            updates, second = updates + 1, bundle.with_flat(second.flat.lerp(met.flat.square(), 1 - beta2))
-        first = bundle.with_flat(state.first.flat.lerp(met.flat, 1 - beta1))
+            assert met is not None, "the exact exchange answers in every step"
+            gradient, updates = met.flat, updates + 1
+            second = bundle.with_flat(second.flat.lerp(gradient.square(), 1 - beta2))
         root = (second.flat / (1 - beta2**updates)).sqrt() + eps
+        if step <= last and updates == state.updates:
+            met, of_coded = await coded.apply(port, bundle.with_flat(_known(gradient / root, second)), of_coded)
+            assert met is not None, "the coded exchange answers in every step"
+            gradient = met.flat * root
+        first = bundle.with_flat(state.first.flat.lerp(gradient, 1 - beta1))
         direction = first.flat / root * (scale / (1 - beta1**step))
-        answer = bundle.with_flat(torch.where(second.flat > 0, direction, torch.zeros_like(direction)))
-        return answer, RareVarianceState(step, updates, first, second, of_exact, of_coded)
+        state = RareVarianceState(step, updates, first, second, of_exact, of_coded)
+        return bundle.with_flat(_known(direction, second)), state
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         total = Cost(memory_bytes=2 * num_bytes(parameters))
@@ -110,3 +113,8 @@ def rare_variance(
 
     promises = exact.promises & coded.promises & (Promise.SEPARABLE | Promise.WEIGHS)
     return Transform(init, apply, promises, cost, beside)
+
+
+def _known(values: Tensor, second: Bundle) -> Tensor:
+    """0 where the second moment is."""
+    return torch.where(second.flat > 0, values, torch.zeros_like(values))

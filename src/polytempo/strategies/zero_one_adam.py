@@ -15,21 +15,21 @@ def zero_one_adam(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    scale: float = 0.002,
+    scale: float = 0.001,
     exact_below: int = 1024,
 ) -> Strategy:
     """One bit a number from the first steps on; after T = `freeze_step` steps only once in H = `period` steps.
 
         exact steps         v ← β₂ v + (1 - β₂) g², g the mean     1, 2, 4, … steps apart, `repeats` times each
-        others, up to T     g is the mean of gᵢ by 1-bit codes with feedback in both directions
+        others, up to T     g is r times the mean of gᵢ / r by 1-bit codes with feedback in both directions, r = √v̂ + ε
         later               g is the worker's own, and v stays
         each step           m ← β₁ m + (1 - β₁) g; the optimizer's gradient is scale · m̂ / (√v̂ + ε)
         steps T + H, …      θᵢ ← φ - the mean of φ - θᵢ by such codes; φ is θ at the meeting before
 
-    Moments are corrected for their first steps; `scale` is twice that of `one_bit_adam`. While all steps are exact it
-    is torch's Adam at `scale` times the learning rate, to rounding; with exact codes and H = 1, N workers make the
-    steps of one with the joined batch, because all is linear in m while v stays. An element without a gradient in T
-    steps has v = 0: its code's error is not divided by ε. The codes' errors of the first T steps end with them.
+    Moments are corrected for their first steps; `scale` is as in `one_bit_adam`. While all steps are exact it is
+    torch's Adam at `scale` times the learning rate, to rounding; with exact codes and H = 1, N workers make the steps
+    of one with the joined batch, because all is linear in m while v stays. An element without a gradient in exact steps
+    has v = 0, and waits: a sign has no zero. The codes' errors of the first T steps end with them.
 
     Elastic runs refuse it: each worker steps by a momentum of its own between exchanges.
 
@@ -37,9 +37,10 @@ def zero_one_adam(
     v, φ and the residuals of both.
 
     Source: Y. Lu, C. Li, M. Zhang, C. De Sa and Y. He, "Maximizing communication efficiency for large-scale training
-    via 0/1 Adam", 2022. Deviations: H is the same from T on, where DeepSpeed's doubles up to 16; the codes are of the
-    movement φ - θᵢ itself, whose elements have similar sizes, where there it is multiplied by √v; a worker keeps its m
-    at a meeting, as inner optimizers in `diloco` do, where there m becomes the movement's mean in a step.
+    via 0/1 Adam", 2022. Deviations: H is the same from T on, where DeepSpeed's doubles up to 16. Codes are of gᵢ / r
+    and of the movement φ - θᵢ, whose elements have similar sizes; there they are of gᵢ and of √v times the movement,
+    and a small v divides an error as large as others' gradients. A worker keeps its m at a meeting, as inner optimizers
+    in `diloco` do; there m becomes the movement's mean in a step.
     """
     sign = through(feedback(one_bit()), exact_below=exact_below)
     return Strategy(
