@@ -19,5 +19,5 @@ for strategy in (
     async_diloco(period=10, scale=pt.power(0.5)),
     async_diloco(period=10, outer_lr=2.8),
 ):
-    result = pt.simulate(job, strategy, workers=4, cluster=cluster, batch_size=16, lr=0.05, epochs=4)
+    result = pt.simulate(job, strategy, workers=4, cluster=cluster, batch_size=16, lr=0.05, epochs=2)
     print(f"{strategy!s:90} loss {result.loss:6.3f} in {result.seconds:.3f} virtual s")

@@ -28,6 +28,6 @@ for strategy in (
     des_loc(period=4, momentum_period=12, variance_period=24),
     local_sgd(4),
 ):
-    result = pt.simulate(with_adam, strategy, workers=4, batch_size=16, steps=96)
+    result = pt.simulate(with_adam, strategy, workers=4, batch_size=16, steps=48)
     sent = result.bytes_sent_per_rank / 1e6
     print(f"{strategy!s:84} loss {result.loss:.3f}, {sent:5.2f} MB sent per worker")

@@ -51,6 +51,6 @@ with_adamw = replace(job, optimizer=lambda parameters, lr: AdamW(parameters, lr=
 few = feedback(chunk_top_k(1 / 16))
 for name, inner, lr in (("Muon", with_muon, 0.03), ("AdamW", with_adamw, 0.003)):
     for strategy in (diloco(period=12, outer_lr=0.8), diloco(period=12, outer_lr=0.8, codec=few)):
-        result = pt.simulate(inner, strategy, workers=4, batch_size=16, lr=lr, steps=60)
+        result = pt.simulate(inner, strategy, workers=4, batch_size=16, lr=lr, steps=36)
         sent = result.bytes_sent_per_rank / 1e3
         print(f"{name:5} in {strategy!s:118} loss {result.loss:.3f}, {sent:4.0f} kB sent per worker")
