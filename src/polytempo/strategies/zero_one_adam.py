@@ -33,8 +33,8 @@ def zero_one_adam(
 
     Elastic runs refuse it: each worker steps by a momentum of its own between exchanges.
 
-    Cost: synchronous SGD's in exact steps, `one_bit_sgd`'s in others up to T, then that once in H steps; memory for m,
-    v, φ and the residuals of both.
+    Cost: synchronous SGD's in exact steps, `one_bit_sgd`'s in others up to T, then that once in H steps; up to T
+    also a number for each tensor, which says if any worker has its gradient; memory for m, v, φ and both residuals.
 
     Source: Y. Lu, C. Li, M. Zhang, C. De Sa and Y. He, "Maximizing communication efficiency for large-scale training
     via 0/1 Adam", 2022. Deviations: H is the same from T on, where DeepSpeed's doubles up to 16. Codes are of gᵢ / r
