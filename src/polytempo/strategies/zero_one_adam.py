@@ -15,7 +15,7 @@ def zero_one_adam(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    scale: float = 0.001,
+    scale: float = 0.002,
     exact_below: int = 1024,
 ) -> Strategy:
     """One bit a number from the first steps on; after T = `freeze_step` steps only once in H = `period` steps.
@@ -26,7 +26,7 @@ def zero_one_adam(
         each step           m ← β₁ m + (1 - β₁) g; the optimizer's gradient is scale · m̂ / (√v̂ + ε)
         steps T + H, …      θᵢ ← φ - the mean of φ - θᵢ by such codes; φ is θ at the meeting before
 
-    Moments are corrected for their first steps; `scale` is as in `one_bit_adam`. While all steps are exact it is
+    Moments are corrected for their first steps; `scale` is twice `one_bit_adam`'s. While all steps are exact it is
     torch's Adam at `scale` times the learning rate, to rounding; with exact codes and H = 1, N workers make the steps
     of one with the joined batch, because all is linear in m while v stays. An element without a gradient in exact steps
     has v = 0, and waits: a sign has no zero. The codes' errors of the first T steps end with them.
