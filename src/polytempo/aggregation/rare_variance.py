@@ -1,4 +1,4 @@
-"""Adam whose second moment changes rarely, then no more; from then on each rank steps alone.
+"""Adam with a second moment that changes rarely, then no more; from then on each rank steps alone.
 
 Source: Y. Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1.
 """
@@ -39,7 +39,7 @@ def phases(last: int, repeats: int) -> list[Phase]:
 
 
 class RareVarianceState(NamedTuple):
-    """Steps so far, those with an exact exchange, Adam's moments, and the states of the two exchanges."""
+    """Steps so far, steps with an exact exchange, Adam's moments, and the states of the two exchanges."""
 
     step: int
     updates: int

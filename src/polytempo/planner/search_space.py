@@ -113,7 +113,7 @@ def usual_strategies(
 ) -> tuple[str, ...]:
     """Synchronous SGD over two routes, with each codec, local strategies with each period, gossip, a server.
 
-    All of them keep the job's optimizer: those that are an optimizer themselves need a learning rate of their own.
+    All of them keep the job's optimizer: strategies that are an optimizer need a learning rate of their own.
 
     Errors: ValueError for a codec that is not in `CODECS`.
     """

@@ -26,7 +26,7 @@ def async_diloco(
     Δ = φᵢ - θᵢ, φᵢ the model that worker i pulled last. At the server v ← μv + Δ; φ ← φ - s(τ) α/λ (Δ + μv), with
     α = `outer_lr`, μ = `outer_momentum`, λ workers and s = `scale`, a function of Δ's age τ in updates, as in
     `async_sgd`: "constant", "inverse" or `power(0.5)`. One worker is `diloco`. λ pushes move φ as far as one step of
-    `diloco` by their mean, so α may be that of `diloco`; α for each push would be λ times as far.
+    `diloco` by their mean, so both take the same α; α for each push would be λ times as far.
     Movements of other workers arrive meanwhile, which acts as momentum: take a smaller μ than in `diloco`.
 
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`.

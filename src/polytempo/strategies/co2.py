@@ -1,4 +1,4 @@
-"""CO2: SlowMo whose exchange goes on behind the whole next round of local steps."""
+"""CO2: SlowMo with an exchange that goes on behind the whole next round of local steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def co2(
     clip: float | None = None,
     route: Route = native,
 ) -> Strategy:
-    """Begin the exchange of a round's movement, and step by that of the round before, which has arrived meanwhile.
+    """Begin the exchange of a round's movement, and step by the movement of the round before, which has arrived.
 
     After round k of H = `period` steps: Δₖ = φ - mean(θᵢ) begins to travel; u ← clip(βu + Δₖ₋₁); φ ← φ - α u; θᵢ ← φ,
     with α = `slow_lr` and β = `slow_momentum`. Each round's movement counts once, a round late: after the first round

@@ -20,7 +20,7 @@ def des_loc(period: int = 8, momentum_period: int = 16, variance_period: int = 3
 
     with H = `period`, Hₘ = `momentum_period` and Hᵥ = `variance_period`. v changes over 1 / (1 - β₂) steps, a thousand
     by Adam's usual β₂, so it may meet more rarely than m, and m more rarely than θ. With three equal periods it is
-    `parameter_averaging`, and with moments that never meet `local_sgd`. Second moments are told by their names in the
+    `parameter_averaging`, and with moments that never meet `local_sgd`. Second moments are known by their names in the
     optimizers of torch; other tensors of an optimizer's state count as momenta.
 
     Where m has met and v has not, an element may have others' gradients in m and none of them in a worker's own v: its

@@ -38,7 +38,7 @@ def zero_one_adam(
 
     Source: Y. Lu, C. Li, M. Zhang, C. De Sa and Y. He, "Maximizing communication efficiency for large-scale training
     via 0/1 Adam", 2022. Deviations: H is the same from T on, where DeepSpeed's doubles up to 16. Codes are of gᵢ / r
-    and of the movement φ - θᵢ, whose elements have similar sizes; there they are of gᵢ and of √v times the movement,
+    and of the movement φ - θᵢ: both have elements of similar sizes; there they are of gᵢ and of √v times the movement,
     and a small v divides an error as large as others' gradients. A worker keeps its m at a meeting, as inner optimizers
     in `diloco` do; there m becomes the movement's mean in a step.
     """
