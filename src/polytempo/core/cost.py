@@ -16,27 +16,21 @@ Reason = Literal["", "asked", "sum", "stripes", "merge", "sparse", "memory", "wi
 
 
 class Steps(NamedTuple):
-    """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end.
-
-    `but`: one in so many of them, the last, is left out, where it is not 0.
-    """
+    """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end."""
 
     first: int = 1
     period: int = 1
     last: int | None = None
-    but: int = 0
 
     def has(self, step: int) -> bool:
         """True if `step` is one of them."""
-        number, rest = divmod(step - self.first, self.period)
-        if number < 0 or rest or (self.last is not None and step > self.last):
-            return False
-        return not self.but or (number + 1) % self.but != 0
+        return (
+            self.first <= step and (step - self.first) % self.period == 0 and (self.last is None or step <= self.last)
+        )
 
     def every(self, period: int) -> Steps:
         """The last of `period` steps for each of these."""
-        last = None if self.last is None else self.last * period
-        return Steps(self.first * period, self.period * period, last, self.but)
+        return Steps(self.first * period, self.period * period, None if self.last is None else self.last * period)
 
     def until(self, step: int) -> Steps:
         """The part of them up to `step`."""
@@ -44,13 +38,12 @@ class Steps(NamedTuple):
 
     def after(self, step: int) -> Steps:
         """Steps counted from `step` on."""
-        return self._replace(first=self.first + step, last=None if self.last is None else self.last + step)
+        return Steps(self.first + step, self.period, None if self.last is None else self.last + step)
 
     def __str__(self) -> str:
         often = "every step" if self.period == 1 else f"every {self.period} steps"
         begin = "" if self.first == self.period else f", from step {self.first} on"
-        but = f" but one in {self.but}" if self.but else ""
-        return f"{often}{but}{begin}{'' if self.last is None else f', up to step {self.last}'}"
+        return f"{often}{begin}{'' if self.last is None else f', up to step {self.last}'}"
 
 
 class Sent(NamedTuple):

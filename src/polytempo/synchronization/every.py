@@ -34,14 +34,11 @@ def until(step: int, transform: Transform) -> Transform:
     return _timed(Timed(transform, until=step)) if step else identity()
 
 
-def after(step: int, transform: Transform, *, afresh: bool = False) -> Transform:
-    """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there.
-
-    `afresh`: its state begins at the end of these steps, as with an anchor, which is then the parameters of that step.
-    """
+def after(step: int, transform: Transform) -> Transform:
+    """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
     if step < 0:
         raise ValueError(f"after needs a step >= 0, got {step}")
-    return _timed(Timed(transform, after=step, afresh=afresh))
+    return _timed(Timed(transform, after=step))
 
 
 def has_turn(transform: Transform, state: State) -> bool:
@@ -73,8 +70,6 @@ class Timed:
     period: int = 1
     after: int = 0
     until: int | None = None
-    afresh: bool = False
-    """The inner state begins at step `after`."""
 
     def turns(self, steps: Steps) -> Steps:
         """The inner transform's `steps`, counted in steps of this one."""
@@ -96,8 +91,6 @@ class Timed:
     async def __call__(self, port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
         out: Bundle | None = bundle
-        if self.afresh and step == self.after:
-            inner = self.transform.init(bundle)
         if self.has_turn(step):
             out, inner = await self.transform.apply(port, bundle, inner)
         return out, PeriodState(step, inner)
