@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +23,13 @@ import polytempo as pt
 from laws.combinations import FAMILIES, LAYOUTS, QUANTISED, SERVED, STAGED, WAITING, Combination
 from polytempo.core import Strategy
 from polytempo.data.plan import part, permutation
+from polytempo.report.status.records import Logged
+from polytempo.report.status.stream import stream
+from polytempo.runs.simulated import simulate
 from polytempo.spec.run_options import OptionKeywords
+from polytempo.training.step import pace_store, pace_watch
+from polytempo.ui import hub
+from polytempo.ui.page_view import PageView
 from polytempo.worlds import ProcessWorld
 from silent_tracker import SilentTracker
 
@@ -35,6 +47,8 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3),
 }
 """A nearly zero gradient's rounding makes no step of the rate's size with this ε."""
+FOLDERS = ("page", "logged", "profiled")
+"""Ways to look at a loop that need its folder."""
 SPLIT = ("split", "places")
 """Layouts of `pt.split`."""
 
@@ -145,7 +159,7 @@ def job_of(row: Combination) -> pt.Job:
     return pt.Job(
         model=partial(model_of, row),
         data=lambda folder: pt.Data(points(SAMPLES, 0, dtype), points(16, 1, dtype)),
-        loss=logged_loss if row.loop == "watched" else nn.functional.mse_loss,
+        loss=logged_loss if row.loop == "watched" or row.shown == "logged" else nn.functional.mse_loss,
         optimizer=lambda parameters, lr: trainable(row, parameters),
         metrics={"own error": lambda output, target: (output - target).abs().mean()} if row.loop == "watched" else {},
     )
@@ -161,9 +175,59 @@ def logged_loss(output: Tensor, target: Tensor) -> Tensor:
 def watching_of(row: Combination) -> OptionKeywords:
     """Options that show a run with a folder: a tracker, a callback, and a profile where steps are common."""
     if row.loop != "watched":
-        return {}
+        return {"profile": "2:4"} if row.shown == "profiled" else {}
     given: OptionKeywords = {"trackers": [SilentTracker()], "callbacks": [pt.callbacks.Callback()]}
     return given if row.family in SERVED else given | {"profile": "2:4"}
+
+
+@contextmanager
+def looked_at(row: Combination, folder: Path) -> Iterator[None]:
+    """Inside, runs below `folder` are looked at: by a page that reads all that is new, or by ranks that are compared
+    after each step."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as looks:
+        if row.shown == "compared":
+            patch.setattr(pace_watch, "EVERY", 1)
+            patch.setattr(pace_watch, "MAX_COST", math.inf)
+        if row.shown == "page":
+            patch.setattr(hub, "LOOK_S", 0.0)
+            looks.enter_context(page_of(folder))
+        yield
+    if row.shown == "logged":
+        rows = [each for file in folder.rglob("metrics.jsonl") for each in stream(file.parent)]
+        assert any(isinstance(each, Logged) and "own/loss" in each.values for each in rows)
+    if row.shown == "profiled":
+        assert list(folder.rglob("profile/rank-0*"))
+
+
+@contextmanager
+def uncompared(row: Combination) -> Iterator[None]:
+    """Inside, no ranks of such rows are compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        if row.shown == "compared":
+            patch.setattr(simulate, "watch_paces", lambda contexts, world: None)
+            patch.setattr(pace_store, "_MOST_RANKS", 0)
+        yield
+
+
+@contextmanager
+def page_of(folder: Path) -> Iterator[None]:
+    """A page's list of the runs in `folder`, and its views of each run, again and again."""
+    over, looks = threading.Event(), hub.Hub(folder, hub.LookPace(None))
+    seen = set[str]()
+
+    def look() -> None:
+        while not over.is_set():
+            names = [str(row["id"]) for row in looks.rows(fresh=True)]
+            seen.update(names)
+            for view in [PageView(), *(PageView(kind="run", runs=(name,), pixels=100) for name in names)]:
+                list(looks.parts(view))
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        yield
+        over.set()
+        looking.result()
+    assert seen
 
 
 def strategy_of(row: Combination) -> Strategy:
@@ -368,10 +432,15 @@ def loss_of(row: Combination, state: dict[str, Tensor]) -> float:
 
 
 def own_loop(
-    row: Combination, world: ProcessWorld, stop: int | None = None, device: torch.device = CPU
+    row: Combination,
+    world: ProcessWorld,
+    stop: int | None = None,
+    device: torch.device = CPU,
+    out: Path | None = None,
 ) -> dict[str, Tensor]:
-    """The whole model after a loop of `STEPS` steps; after `stop` steps all is saved, made again, and goes on."""
-    loop = (StagedLoop if row.layout in STAGED else AttachedLoop)(row, world, device)
+    """The whole model after a loop of `STEPS` steps; after `stop` steps all is saved, made again, and goes on. `out`:
+    the folder of a loop that is looked at."""
+    loop = (StagedLoop if row.layout in STAGED else AttachedLoop)(row, world, device, out)
     step = 0
     while step < STEPS:
         for x, y in loop.batches:
@@ -386,9 +455,9 @@ def own_loop(
 class StagedLoop:
     """`pt.pipeline`, and a step a batch."""
 
-    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device) -> None:
+    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device, out: Path | None) -> None:
         torch.manual_seed(0)
-        self.row, self.world, self.device = row, world, device
+        self.row, self.world, self.device, self.out = row, world, device, out
         dtype = dtype_of(row)
         self.pipe = pt.pipeline(
             model_of(row).to(device),
@@ -405,7 +474,7 @@ class StagedLoop:
 
     def again(self) -> StagedLoop:
         state, place = self.pipe.training_state(), self.batches.state_dict()
-        other = StagedLoop(self.row, self.world, self.device)
+        other = StagedLoop(self.row, self.world, self.device, self.out)
         other.pipe.load_training_state(state)
         other.batches.load_state_dict(place)
         return other
@@ -418,13 +487,17 @@ class StagedLoop:
 class AttachedLoop:
     """`pt.attach`, and the loop of every textbook; parts of layers by `pt.split` or `pt.hybrid`."""
 
-    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device) -> None:
+    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device, out: Path | None) -> None:
         torch.manual_seed(0)
-        self.row, self.world, self.device = row, world, device
+        self.row, self.world, self.device, self.out = row, world, device, out
         self.net = self._parted(model_of(row).to(device))
         self.optimizer = trainable(row, self.net.parameters())
         strategy = pt.strategies.shared_memory() if row.layout == "one_copy" else FAMILIES[row.family]()
-        self.handle = pt.attach(self.net, self.optimizer, strategy, precision=options_of(row).get("precision"))
+        given: dict[str, Any] = {
+            "precision": options_of(row).get("precision"),
+            "profile": watching_of(row).get("profile"),
+        }
+        self.handle = pt.attach(self.net, self.optimizer, strategy, **given, out=out if row.shown in FOLDERS else None)
         self.batches = pt.shard(points(SAMPLES, 0, dtype_of(row)), batch_size=GLOBAL_BATCH // row.replicas)
 
     def _parted(self, net: nn.Module) -> nn.Module:
@@ -441,6 +514,8 @@ class AttachedLoop:
             with self.handle.no_sync():
                 (nn.functional.mse_loss(self.net(x[:cut]), y[:cut]) * (cut / len(x))).backward()
             (nn.functional.mse_loss(self.net(x[cut:]), y[cut:]) * (1 - cut / len(x))).backward()
+        elif self.row.shown in FOLDERS:
+            logged_loss(self.net(x), y).backward()
         else:
             nn.functional.mse_loss(self.net(x), y).backward()
         if self.row.loop == "clipped":
@@ -451,7 +526,7 @@ class AttachedLoop:
         states = [each.state_dict() for each in (self.net, self.optimizer, self.handle, self.batches)]
         states = deepcopy(states)
         self.handle.detach()
-        other = AttachedLoop(self.row, self.world, self.device)
+        other = AttachedLoop(self.row, self.world, self.device, self.out)
         for each, state in zip((other.net, other.optimizer, other.handle, other.batches), states, strict=True):
             each.load_state_dict(state)
         return other

@@ -34,9 +34,10 @@ class Combination(NamedTuple):
     world: str
     scored: str = "weights"
     start: str = "own"
+    shown: str = "unseen"
 
     def __str__(self) -> str:
-        return "-".join(str(value) for value in self)
+        return "-".join(str(value) for value in self if value != "unseen")
 
 
 FAMILIES: dict[str, Callable[[], Strategy]] = {
@@ -93,6 +94,9 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "start": ["own", "other"],  # the job's own first weights, or another run's model
 }
 FACTOR_NAMES = tuple(FACTORS)
+SHOWN = ["page", "compared", "logged", "profiled"]
+"""Ways to look at a run: the live page, a comparison of ranks after each step, a user's own numbers, a profile. Chosen
+rows get one of them, so they cost no rows."""
 IDLE_LAYERS = [
     Combination(family, "whole", "float64", norm, optimizer, loop, replicas, saving, world)
     for family, norm, optimizer, loop, replicas, saving, world in [
@@ -154,6 +158,13 @@ IMPOSSIBLE: list[Values] = [
     {"loop": OWN, "family": SERVED},  # starts a server in each row: `process/test_attach_served` and its neighbours
 ]
 """Rows without a meaning, as opposed to refused ones."""
+UNSHOWN: list[Values] = [
+    {"shown": SHOWN, "loop": ["watched"]},  # its rows have trackers, callbacks, numbers and a profile together
+    {"shown": ["page", "logged", "profiled"], "loop": OWN, "layout": STAGED},  # `pt.pipeline` has no folder
+    {"shown": ["profiled"], "world": ["virtual"]},  # torch.profiler measures real seconds
+    {"shown": ["profiled"], "family": SERVED},  # refused: workers count no common steps
+]
+"""Rows that cannot be looked at in these ways."""
 
 REFUSED: list[tuple[str, Values]] = [
     ("drops gradients", {"family": ["backup"], "layout": LATE}),
@@ -207,8 +218,8 @@ def _pairs() -> Iterator[Pair]:
 
 
 def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
-    """Every pair of values in a row."""
-    return combinations(zip(FACTOR_NAMES, row, strict=True), 2)
+    """Every pair of values in a row of `FACTORS`."""
+    return combinations(zip(FACTOR_NAMES, row, strict=False), 2)
 
 
 NEWER: list[Sequence[str]] = [("watched",), ()]
@@ -225,7 +236,38 @@ def covering(seed: int = SEED) -> list[Combination]:
             rows += _covering(
                 lambda chosen, allowed=allowed, newer=newer: older(chosen, newer) and allowed(chosen), rows, draw
             )
-    return rows
+    return _shown(rows)
+
+
+def shown_pairs() -> Iterator[Pair]:
+    """Every pair of a way to look at a run and another value, in rows that are accepted."""
+    for way, (name, some) in product(SHOWN, FACTORS.items()):
+        for value in some:
+            chosen = {"shown": way, name: value}
+            if accepted(chosen) and not any(fits(chosen, values) for values in UNSHOWN):
+                yield ("shown", way), (name, value)
+
+
+def pairs_shown(row: Combination) -> set[Pair]:
+    """The pairs of a row's way to be looked at."""
+    return {(("shown", row.shown), pair) for pair in zip(FACTOR_NAMES, row, strict=False)}
+
+
+def _shown(rows: Sequence[Combination]) -> list[Combination]:
+    """The rows, some of them with a way to be looked at, until each pair of `shown_pairs` is in one."""
+    found, left = list(rows), set(shown_pairs())
+    free = [place for place, row in enumerate(rows) if accepted(row._asdict())]
+    while left and free:
+        tried = [(place, found[place]._replace(shown=way)) for place in free for way in SHOWN]
+        possible_ones = [
+            (place, row) for place, row in tried if not any(fits(row._asdict(), values) for values in UNSHOWN)
+        ]
+        place, row = max(possible_ones, key=lambda each: len(left & pairs_shown(each[1])))
+        if not left & pairs_shown(row):
+            break
+        found[place], left = row, left - pairs_shown(row)
+        free.remove(place)
+    return found
 
 
 def older(chosen: Mapping[str, str | int], newer: Sequence[str]) -> bool:

@@ -22,12 +22,14 @@ from laws.combination_runs import (
     STEPS,
     distance,
     job_of,
+    looked_at,
     loss_of,
     mesh_of,
     options_of,
     own_loop,
     plain,
     strategy_of,
+    uncompared,
     watching_of,
     workers_of,
 )
@@ -39,10 +41,13 @@ from laws.combinations import (
     QUANTISED,
     SERVED,
     Combination,
+    Pair,
     comparable,
     covering,
+    pairs_shown,
     possible,
     refusal,
+    shown_pairs,
 )
 from polytempo.core import PolytempoError
 from polytempo.runs.frame import run_page
@@ -96,6 +101,8 @@ def test_every_pair_of_values_is_in_a_row() -> None:
     assert [pair for pair in wanted if pair not in covered and possible(dict(pair))] == []
     assert 150 < len(ROWS) < 300
     assert sum(refusal(row._asdict()) is None for row in ROWS) > 0.7 * len(ROWS)
+    shown = set[Pair]().union(*(pairs_shown(row) for row in ROWS))
+    assert [pair for pair in shown_pairs() if pair not in shown] == []
 
 
 @pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3) + named_rows("virtual"), ids=str)
@@ -103,12 +110,14 @@ def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
     """Saving and watching change no bit, no operation and no time; the saved model is plain torch's."""
     with refused_or_not(row):
         start = other_run(row, tmp_path)
-        alone = simulated(row, start)
+        with uncompared(row):
+            alone = simulated(row._replace(shown="unseen"), start)
         saved = alone
-        if row.family not in SERVED:
-            saved = simulated(row, start, out=tmp_path, checkpoint_every=2, **watching_of(row))
-        elif row.loop == "watched":
-            saved = simulated(row, start, out=tmp_path, **watching_of(row))
+        with looked_at(row, tmp_path):
+            if row.family not in SERVED:
+                saved = simulated(row, start, out=tmp_path, checkpoint_every=2, **watching_of(row))
+            elif row.loop == "watched" or row.shown != "unseen":
+                saved = simulated(row, start, out=tmp_path, **watching_of(row))
         assert seen(saved) == seen(alone)
         check_plain(row, alone, None if row.family in SERVED else tmp_path, start)
 
@@ -117,7 +126,7 @@ def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", some_of(JOBS, 0, of=8) + named_rows("processes"), ids=str)
 def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
     """The bits of the virtual world, also where it is saved, or broken off and resumed."""
-    with refused_or_not(row):
+    with refused_or_not(row), looked_at(row, tmp_path):
         strategy, workers, start = strategy_of(row), workers_of(row), other_run(row, tmp_path)
         if row.saving == "resumed":
             first = options_of(row, BROKEN_OFF_AT) | watching_of(row)
@@ -136,7 +145,8 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
         if row.family == "downpour" or (row.layout == "hogwild" and row.replicas > 1):  # workers come in another order
             assert math.isfinite(found.loss or math.nan)
             return
-        virtual = simulated(row, start)
+        with uncompared(row):
+            virtual = simulated(row._replace(shown="unseen"), start)
         rounds = row.layout == "one_copy"  # its update is one pass, where the virtual world's is torch's
         alike = 1e-5 if row.family in SERVED else of_model(row, 2e-2) if rounds else 1e-12
         assert found.loss == pytest.approx(virtual.loss, rel=alike)
@@ -146,16 +156,17 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("row", some_of(LOOPS, 0, of=8), ids=str)
-def test_a_loop_of_a_user(row: Combination) -> None:
+def test_a_loop_of_a_user(row: Combination, tmp_path: Path) -> None:
     """The model is the job's, and plain torch's; a loop that is saved, made again, and goes on has the same bits."""
 
     def work(world: ProcessWorld) -> Any:
         if (mesh := mesh_of(row)) is not None:
             pt.init(mesh=mesh)
         stops = [None, BROKEN_OFF_AT] if row.saving == "resumed" else [None]
-        return [{name: t.tolist() for name, t in own_loop(row, world, stop).items()} for stop in stops]
+        models = [own_loop(row, world, stop, out=tmp_path / str(stop)) for stop in stops]
+        return [{name: t.tolist() for name, t in model.items()} for model in models]
 
-    with refused_or_not(row):
+    with refused_or_not(row), looked_at(row, tmp_path):
         straight, *resumed = together(workers_of(row), work, timeout_s=120)[0]
         assert all(each == straight for each in resumed)
         model = {name: torch.tensor(values, dtype=torch.float64) for name, values in straight.items()}
