@@ -133,18 +133,42 @@ def killed_once(marker: Path) -> pt.Job:
     return replace(job, loss=computed)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "words"),
-    [
-        ("ssp", {}, r"worker-\d was killed by SIGKILL; started again"),
-        ("sync_sgd", {"min_workers": 1, "max_workers": 2}, r"the group of workers has changed"),
-    ],
-)
-def test_a_killed_worker_is_told(strategy: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_killed_worker_is_told(tmp_path: Path) -> None:
     faults = Faults()
     job = killed_once(tmp_path / "killed")
-    pt.run(job, strategy, 2, epochs=2, callbacks=[faults], out=tmp_path / "run", **options, **SMALL)
+    pt.run(job, "ssp", 2, epochs=2, callbacks=[faults], out=tmp_path / "run", **SMALL)
+    words = r"worker-\d was killed by SIGKILL; started again"
     assert any(re.search(words, fault) for fault in faults.seen), faults.seen
+
+
+class Scores(Faults):
+    """Notes the steps of evaluations, too, and kills its process after a step, once."""
+
+    def __init__(self, marker: Path, step: int) -> None:
+        super().__init__()
+        self._marker, self._step = marker, step
+
+    def on_step(self, facts: pt.callbacks.CallbackFacts) -> None:
+        if facts.step == self._step and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_evaluation(self, facts: pt.callbacks.CallbackFacts) -> None:
+        self.seen.append(str(facts.step))
+
+
+def test_callbacks_of_a_killed_first_worker_go_on_in_another_one(tmp_path: Path) -> None:
+    """The next first worker has the states of the last evaluation: each evaluation is noted once, before and after."""
+    scores = Scores(tmp_path / "killed", step=7)
+    options: dict[str, Any] = {"min_workers": 1, "max_workers": 2, "eval_every": 2, "steps": 12, **SMALL}
+    stopping = pt.callbacks.early_stop("accuracy", patience=100)
+    pt.run("digits", "sync_sgd", 2, callbacks=[scores, stopping], out=tmp_path / "run", **options)
+    assert scores._marker.exists()
+    noted = [int(each) for each in scores.seen if each.isdecimal()]
+    assert noted == [2, 4, 6, 8, 10, 12]
+    assert scores.seen.count("the group of workers has changed: 1 go on") == 1
+    rows = [record for record in stream(tmp_path / "run") if isinstance(record, TestRow)]
+    assert stopping.state_dict()["best"] == max(row.accuracy or 0.0 for row in rows)
 
 
 class Saves(pt.callbacks.Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -208,9 +209,11 @@ def test_impossible_combinations_are_refused() -> None:
             with pytest.raises(pt.errors.Incompatible) as caught:
                 pt.attach(net, SGD(net.parameters(), lr=0.1), strategy, callbacks=[callback])
             codes.append(caught.value.code)
-        return codes
+        with pytest.raises(pt.errors.Incompatible) as caught:
+            piped(s.gpipe(1, 2), world, callbacks="keep(best=1)")
+        return [*codes, caught.value.code]
 
-    assert together(1, work) == [["PT2307", "PT2308"]]
+    assert together(1, work) == [["PT2307", "PT2308", "PT2308"]]
 
 
 SERVED = [s.downpour(shards=2), s.ssp(bound=1), s.backup_workers(backups=0), s.backup_workers(backups=1)]
@@ -243,6 +246,89 @@ def test_a_request_ends_a_loop_with_a_server_once_all_dealt_batches_are_done(str
     assert first[2:4] == second[2:4]
     assert first[4:] == [["start", *["step"] * first[0], "finished"], True]
     assert second[4:] == [[], False]
+
+
+def piped(schedule: Strategy, world: ProcessWorld, **options: Any) -> tuple[Any, Any]:
+    """A pipeline of this rank, and its shard."""
+    shard = pt.shard(samples(), batch_size=4, seed=1)
+    sgd = functools.partial(SGD, lr=0.01)
+    sample = samples().tensors[0][:4]
+    return pt.pipeline(small(), sgd, nn.functional.mse_loss, schedule, sample=sample, **options), shard
+
+
+@pytest.mark.parametrize("schedule", [s.gpipe(2, 2), s.pipedream(2), s.gpipe(2, 2, inner=s.ssp(bound=1))], ids=str)
+def test_stages_stop_after_the_same_step_and_idle_callbacks_change_nothing(schedule: Strategy) -> None:
+    """A callback asks at a step, and one asks at the third evaluation of a model that no longer gets better."""
+
+    def work(world: ProcessWorld) -> list[Any]:
+        asks, found = Asks(3, stop=True, save=True), list[Any]()
+        for callbacks in ([asks], [pt.callbacks.early_stop("error", patience=2)], [Asks(0)], []):
+            pipe, shard = piped(schedule, world, callbacks=callbacks)
+            steps, evaluations, saves = 0, 0, 0
+            while not pipe.stopped and steps < (ENOUGH if len(found) < 2 else 8):
+                for inputs, targets in shard:
+                    pipe.step(inputs, targets)
+                    steps += 1
+                    saves += pipe.asked().save
+                evaluations += 1
+                pipe.evaluated({"error": 1.0})
+            state = pipe.state_dict()
+            pipe.detach()
+            found.append([steps, evaluations, saves, {name: tensor.tolist() for name, tensor in state.items()}])
+        return [found, asks.seen]
+
+    (first, seen), (second, nothing) = together(2, work)
+    served = schedule.server is not None
+    assert 3 <= first[0][0] == second[0][0] < ENOUGH
+    assert (first[0][2], second[0][2]) == (1, 0 if served else 1)
+    assert seen == ["start", *["step"] * first[0][0], "finished"]
+    assert nothing == []
+    assert 3 <= first[1][1] == second[1][1] <= (4 if served else 3)
+    assert first[2] == first[3]
+    assert [each[3] for each in first] == [each[3] for each in second]
+
+
+def test_a_pipeline_that_goes_on_gives_callbacks_their_states() -> None:
+    def work(world: ProcessWorld) -> list[Any]:
+        seen, state = list[Any](), None
+        for _ in range(2):
+            asks = Asks(0)
+            pipe, shard = piped(s.gpipe(2, 2), world, callbacks=[asks])
+            if state is not None:
+                pipe.load_training_state(state)
+            pipe.step(*next(iter(shard)))
+            state = pipe.training_state()
+            pipe.detach()
+            seen.append(asks.seen)
+        return seen
+
+    first, second = together(2, work)
+    assert first == [["start", "step", "finished"], ["start", "step", "step", "finished"]]
+    assert second[0] == []
+
+
+@pytest.mark.parametrize("layout", ["split", "hybrid"])
+def test_parts_of_layers_stop_after_the_same_step(layout: str) -> None:
+    def work(world: ProcessWorld) -> list[Any]:
+        if layout == "split":
+            pt.init(mesh={"data": 1, "model": 2})
+        net: Any = small()
+        net = pt.split(net, {"0": "column", "2": "row"}) if layout == "split" else pt.hybrid(net, ["0"])
+        optimizer = SGD(net.parameters(), lr=0.01)
+        handle = pt.attach(net, optimizer, callbacks=[Asks(3, stop=True)])
+        shard = pt.shard(samples(), batch_size=4, seed=1)
+        while not handle.stopped:
+            for inputs, targets in shard:
+                optimizer.zero_grad()
+                squared(net(inputs), targets).backward()
+                optimizer.step()
+        found = handle.evaluate(lambda batch: {"error": (net(batch[0]) - batch[1]) ** 2}, samples())
+        handle.detach()
+        return [handle.step, found]
+
+    first, second = together(2, work)
+    assert first == second
+    assert 3 <= first[0] < ENOUGH
 
 
 def test_ranks_with_other_callbacks_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
 
+import msgspec
 import numpy as np
 import pytest
 from matplotlib import image as pictures
@@ -45,6 +47,7 @@ from polytempo.trackers.bookmark import Bookmark
 from polytempo.trackers.feed import TrackerFeed
 from polytempo.trackers.words import sentence
 from polytempo.worlds.trace import Event, write_chrome_trace
+from unit.test_profiles import profile_of
 
 t = pt.trackers
 
@@ -240,6 +243,27 @@ def test_a_resumed_run_goes_on_in_tensorboard_and_a_new_one_takes_its_place(fold
         tracker.log({"loss": 1.0}, step)
         tracker.finish(RunFinished(state="finished"))
         assert steps() == seen
+
+
+def test_profiles_are_where_tensorboards_plugin_looks(folder: Path) -> None:
+    """A folder below the log directory with files `WORKER.pt.trace.json`, of events with the plugin's categories."""
+    profiles = folder / "profile"
+    profiles.mkdir()
+    for rank in (0, 1):
+        (profiles / f"rank-{rank}.json").write_bytes(msgspec.json.encode(profile_of(rank, 7.0)))
+    os.utime(profiles / "rank-1.json", (1.0, 1.0))  # of an earlier run
+    hand(table.made(t.tensorboard()), facts(folder))
+    plugin = folder / "tensorboard" / "plugins" / "profile" / facts(folder).name
+    assert [path.name for path in plugin.iterdir()] == ["n0_0.pt.trace.json"]
+    trace = json.loads((plugin / "n0_0.pt.trace.json").read_text())
+    slices = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
+    categories = {entry["name"]: entry["cat"] for entry in slices}
+    assert categories["mm"] == "cpu_op"
+    assert categories["send"] == "user_annotation"
+    steps = [
+        (entry["name"], round(entry["ts"]), round(entry["dur"])) for entry in slices if entry["name"].startswith("Prof")
+    ]
+    assert steps == [("ProfilerStep#3", 0, 4000), ("ProfilerStep#4", 4000, 16000)]
 
 
 def test_prometheus_scrapes_the_last_numbers(folder: Path) -> None:

@@ -66,15 +66,18 @@ def profiled_ranks(run: Place) -> list[Place]:
 
 def read_profiles(run: Place) -> list[RankProfile]:
     """The profiles in the run's folder, by rank. ValueError where there are none, or a file is damaged."""
-    found = []
-    for path in profiled_ranks(run):
-        try:
-            found.append(msgspec.json.decode(files.read(path, _MOST_BYTES), type=RankProfile))
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}: {error}; remove this file to see the others") from error
+    found = [read_profile(path) for path in profiled_ranks(run)]
     if not found:
         raise ValueError(f"{run} has no profile; run it with --profile 20:30, which records steps 20 to 29")
     return sorted(found, key=lambda each: each.rank)
+
+
+def read_profile(path: Place) -> RankProfile:
+    """The profile in one file. ValueError where it is damaged."""
+    try:
+        return msgspec.json.decode(files.read(path, _MOST_BYTES), type=RankProfile)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: {error}; remove this file to see the others") from error
 
 
 def merged(profiles: Sequence[RankProfile], title: str) -> dict[str, Any]:

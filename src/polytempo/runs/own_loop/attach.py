@@ -17,7 +17,7 @@ from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.report.status.records import RunStarted
 from polytempo.runs.own_loop.loop_link import LoopServerStart
-from polytempo.spec.callbacks.reading import Callbacks, callbacks_of
+from polytempo.spec.callbacks.reading import Callbacks
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
@@ -29,7 +29,7 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin
 from polytempo.training.hooks.attached_models import set_handle
 from polytempo.training.hooks.drift_watch import OnDrift
 from polytempo.training.hooks.handle import Handle
-from polytempo.training.hooks.loop_callbacks import LoopCallbacks, check_loop_callbacks
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks, loop_callbacks
 from polytempo.training.job.run_settings import versions
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
@@ -128,8 +128,7 @@ def _watching(
     strategy: Strategy, out: object, trackers: object, callbacks: object, profile: ProfiledSteps | str | None
 ) -> _Watching:
     """The options as values, checked."""
-    called = _callbacks(callbacks)
-    check_loop_callbacks(called, strategy.features, strategy)
+    called = loop_callbacks(callbacks, strategy)
     return _Watching(_shown(trackers, out), called, _profiled(profile, strategy, out is not None))
 
 
@@ -146,13 +145,6 @@ def _begin_watching(
             handle.begin_callbacks(host)
         else:
             handle.begin_callbacks(LoopCallbacks(handle.world, model, host))
-
-
-def _callbacks(given: object) -> Callbacks:
-    try:
-        return callbacks_of(given)
-    except ValueError as error:
-        raise ValueError(f"callbacks: {error}") from None
 
 
 def _record(handle: Handle | ServedHandle, steps: ProfiledSteps | None, out: Place) -> None:

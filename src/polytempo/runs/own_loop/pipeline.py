@@ -15,6 +15,7 @@ from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
 from polytempo.spec.text.catalogue import codec_of, strategy_from
+from polytempo.training.hooks.loop_callbacks import loop_callbacks
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current
@@ -34,6 +35,7 @@ def pipeline(
     gradients: Codec | str | None = None,
     seed: int = 0,
     on_drift: Literal["stop", "ignore"] = "stop",
+    callbacks: Sequence[object] | str = (),
     world: ProcessWorld | None = None,
 ) -> Pipeline | ServedPipeline:
     """Cut `model` into the stages of `schedule`, and return this rank's stage.
@@ -69,14 +71,18 @@ def pipeline(
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
+    `callbacks`: as in `attach`. Rank 0 calls them, all stages follow after the same step: `pipe.stopped`,
+    `pipe.asked()`; `pipe.evaluated(values)` gives them the loop's scores, and `pipe.detach()` ends them.
+
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
     or a codec has a memory or wires of varying length; `Mismatch` where ranks disagree.
     """
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
+    called = loop_callbacks(callbacks, whole)
     if whole.server is not None:
         given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
-        return ServedPipeline(world, *given, LoopServerStart(world))
-    made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed)
+        return ServedPipeline(world, *given, LoopServerStart(world), called)
+    made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, called)
     made.watch(on_drift)
     return made

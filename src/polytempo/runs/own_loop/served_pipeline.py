@@ -24,11 +24,16 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
+from polytempo.spec.callbacks.callback import Control
+from polytempo.spec.callbacks.reading import Callbacks
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.agree import broadcast_model
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.requirements import check_served
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.own_loop.loop_facts import LoopFacts, facts_of_loop
+from polytempo.training.own_loop.served_handle import RowRequests
 from polytempo.training.own_loop.ticket_loop import TicketLoop
 from polytempo.training.pipeline.pipeline import agreed_cut
 from polytempo.training.pipeline.pipeline_stage import Loss, of_parameters, schedule_of
@@ -62,6 +67,7 @@ class ServedPipeline:
         max_norm: float | None,
         seed: int,
         start: ServerStart,
+        callbacks: Callbacks = (),
     ) -> None:
         """`between`: the strategy that names the server; `strategy` itself, if it has the stages already."""
         self._world, self._strategy, self._between, self._start = world, strategy, between, start
@@ -70,7 +76,7 @@ class ServedPipeline:
         make = of_parameters(optimizer)
         self._whole, whole_optimizer = model, make(model)
         _check(world, model, whole_optimizer, strategy, max_norm)
-        self.cut, self._told = agreed_cut(world, world.port, model, strategy, sample, by, seed, max_norm)
+        self.cut, self._told = agreed_cut(world, world.port, model, strategy, sample, by, seed, max_norm, callbacks)
         if world.size > 1:
             world.drive(broadcast_model(world.port, model, frozenset()))
         self._optimizer = whole_optimizer
@@ -93,6 +99,14 @@ class ServedPipeline:
             moving=nullcontext,
             reading=self._reading,
         )
+        self._steps, self._callbacks = 0, self._begun(callbacks)
+
+    def _begun(self, callbacks: Callbacks) -> LoopCallbacks | None:
+        if not callbacks:
+            return None
+        host = CallbackHost(callbacks, None)
+        requests = RowRequests(host, self._epochs)
+        return LoopCallbacks(self._world, self.model, host, requests, self._epochs.position)
 
     # ------------------------------------------------------------------ training
 
@@ -111,7 +125,11 @@ class ServedPipeline:
                 f"{self._strategy} has parameter servers, which deal the batches, and {dealt} were dealt since the "
                 "last step; take one batch of pt.shard(loader) for each step, on all stages"
             )
-        return loop.train(batch)
+        loss = loop.train(batch)
+        self._steps += 1
+        if self._callbacks is not None:
+            self._callbacks.stepped(self._steps)
+        return loss
 
     def finish(self) -> list[Tensor]:
         """Take back and push all that is under way; an epoch's end has done so. Answers losses that no step has.
@@ -132,7 +150,29 @@ class ServedPipeline:
 
     def detach(self) -> None:
         """End the servers: every stage has its final weights. All ranks call it; it waits for all."""
+        if self._callbacks is not None:
+            self._callbacks.finish()
         self._epochs.leave()
+
+    # ------------------------------------------------------------------ callbacks
+
+    def asked(self) -> Control:
+        """Rank 0's requests since the last call, on rank 0 alone. A request to stop reaches all ranks (`stopped`)."""
+        asked = Control() if self._callbacks is None else self._callbacks.asked()
+        return asked._replace(stop=self.stopped)
+
+    @property
+    def stopped(self) -> bool:
+        """True once a callback has asked for the end and every batch that was dealt is in the model; `pt.shard` ends
+        there, on all ranks."""
+        return self._epochs.loop is not None and self._epochs.loop.stopped
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Give callbacks the loop's own scores (`on_evaluation`); rank 0's count."""
+        if self._callbacks is not None and self._world.rank == 0:
+            self._callbacks.evaluated(values)
+
+    # ------------------------------------------------------------------ the account
 
     @property
     def account(self) -> dict[str, Any] | None:
@@ -171,6 +211,8 @@ class ServedPipeline:
         state["batches"] = len(self._epochs.batches)
         if self._world.rank == 0:
             state["shards"] = loop.states()
+        if self._callbacks is not None:
+            state["callbacks"] = [self._steps, self._callbacks.state()]
         self._world.drive(barrier(self._world.port))  # no replica trains on before the states are there
         return state
 
@@ -188,6 +230,9 @@ class ServedPipeline:
                 "or load state_dict() of the saved one into the model before it is cut"
             )
         self._resumed = state
+        self._steps, states = state.get("callbacks", (0, ""))
+        if self._callbacks is not None and states:
+            self._callbacks.restore(states, self._steps)
 
     @property
     def _epochs_done(self) -> int:

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, written without torch and without TensorFlow."""
+"""TensorBoard: event files and profiles in the run's folder, written without torch and without TensorFlow."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from polytempo.report.status.records import LoggedImage, LoggedText, RunFinished, StreamRecord
+from polytempo.trackers.adapters.tensorboard_profile import ProfileFiles
 from polytempo.trackers.tracker import AXES, TrackedRun
 from polytempo.trackers.words import sentence
 
@@ -40,7 +41,7 @@ _STATES = {"finished": STATUS_SUCCESS, "failed": STATUS_FAILURE}
 
 
 class TensorBoardFiles:
-    """Scalars (float32, as TensorBoard's own writers), hyper-parameters, pictures, texts, and events as texts."""
+    """Scalars (float32, as TensorBoard's own writers), hyper-parameters, pictures, texts, events as texts, profiles."""
 
     def __init__(self, logdir: str | None) -> None:
         self._logdir, self._step = logdir, 0
@@ -54,6 +55,9 @@ class TensorBoardFiles:
         for old in [] if facts.resumed or not own else logdir.glob("events.out.tfevents.*"):
             old.unlink()  # of another run that was in this folder
         self._writer = EventFileWriter(str(logdir))
+        self._profiles = ProfileFiles(self._folder, logdir, facts.name, 0.0 if facts.resumed else facts.began_s)
+        if not facts.resumed and own:
+            self._profiles.clear()
         if facts.resumed:
             return
         self._write(_hparams(metadata.EXPERIMENT_TAG, experiment=_columns(facts.settings)))
@@ -69,6 +73,7 @@ class TensorBoardFiles:
         tags = {name: f"x-axes/{name}" if name.partition("/")[0] in AXES else name for name in row}  # after the losses
         values = [Summary.Value(tag=tags[name], simple_value=value) for name, value in row.items()]
         self._write(Summary(value=values), step)
+        self._profiles.look()
 
     def event(self, event: StreamRecord) -> None:
         """A picture, a text, or an event of the run as a text."""
@@ -90,6 +95,7 @@ class TensorBoardFiles:
         if status.why:
             self._text("events", f"{status.state}: {status.why}", self._step)
         self._writer.close()
+        self._profiles.look()
 
     def _text(self, name: str, text: str, step: int) -> None:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])

@@ -17,11 +17,12 @@ from weakref import ref
 import torch
 from torch import nn
 
+from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.notice import Notice
 from polytempo.data.shard import DataShard
 from polytempo.spec.callbacks.callback import Control
-from polytempo.spec.callbacks.reading import Callbacks
+from polytempo.spec.callbacks.reading import Callbacks, callbacks_of
 from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.model.agree import gather_json
 from polytempo.training.observe.callback_host import CallbackHost
@@ -225,8 +226,13 @@ class Commits:
         """Nothing is under way."""
 
 
-def check_loop_callbacks(callbacks: Callbacks, features: frozenset[str], strategy: object) -> None:
-    """Refuse callbacks that a loop of one's own cannot follow."""
+def loop_callbacks(given: object, strategy: Strategy) -> Callbacks:
+    """The callbacks of a loop of one's own. ValueError for other values, and for callbacks that it cannot follow."""
+    try:
+        callbacks = callbacks_of(given)
+    except ValueError as error:
+        raise ValueError(f"callbacks: {error}") from None
     if callbacks:
         needs = {need for each in callbacks for need in each.needs}
-        refuse(features | {"own loop", "callbacks"} | needs, strategy=strategy)
+        refuse(strategy.features | {"own loop", "callbacks"} | needs, strategy=strategy)
+    return callbacks

@@ -166,7 +166,7 @@ class ServedHandle(LoggingHandle):
 
     def begin_callbacks(self, callbacks: CallbackHost) -> None:
         """Let `callbacks` see rank 0's steps from now on."""
-        requests = _ByRows(callbacks, self._epochs)
+        requests = RowRequests(callbacks, self._epochs)
         self.callbacks = LoopCallbacks(self.world, self._model, callbacks, requests, self._epochs.position)
         self._step.on_end = self.callbacks.stepped
 
@@ -234,7 +234,7 @@ class ServedHandle(LoggingHandle):
         self.attached = False
 
 
-class _ByRows:
+class RowRequests:
     """Rank 0's requests: a request to stop goes to the server, with the next call for work."""
 
     def __init__(self, host: CallbackHost, epochs: DealtEpochs) -> None:

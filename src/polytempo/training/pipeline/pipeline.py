@@ -19,12 +19,16 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import steps_late
 from polytempo.partition.staged_strategy import over_stages
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
+from polytempo.spec.callbacks.callback import Control
+from polytempo.spec.callbacks.reading import Callbacks
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.hooks.drift_watch import watch
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series, share_of
 from polytempo.training.model.ports import mesh_of
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.pipeline.pipeline_stage import Loss, PipelineStage, laid_out, of_parameters, schedule_of
 from polytempo.training.step.pace_store import watch_pace
 from polytempo.wire.memory import keep_memory
@@ -45,13 +49,14 @@ class Pipeline:
         by: By | Sequence[str],
         max_norm: float | None,
         seed: int,
+        callbacks: Callbacks = (),
     ) -> None:
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
         _check_max_norm(max_norm, self.schedule)
         ranks = 1 if strategy.parted is None else strategy.parted.ranks
         whole = laid_out(world.port, self.schedule.stages, ranks)
-        self.cut, self._told = agreed_cut(world, whole, model, strategy, sample, by, seed, max_norm)
+        self.cut, self._told = agreed_cut(world, whole, model, strategy, sample, by, seed, max_norm, callbacks)
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
@@ -61,6 +66,7 @@ class Pipeline:
         self._stage.replica.pace = watch_pace(world, strategy, series, self._stage.number)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
+        self._steps, self._callbacks = 0, begun_callbacks(world, self.model, callbacks)
 
     def step(self, *batch: Any) -> Tensor | None:
         """Train on one batch: the model's inputs, then the target. All stages of a replica are given the same.
@@ -77,6 +83,9 @@ class Pipeline:
         loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1], self._share_of(batch)))
         if self._world.dealing is not None:
             self._world.dealing.after_step(self._stage.replica, self.ports)
+        self._steps += 1
+        if self._callbacks is not None:
+            self._callbacks.stepped(self._steps)
         return loss
 
     def _share_of(self, batch: Sequence[Any]) -> float | None:
@@ -108,6 +117,32 @@ class Pipeline:
         self._world.drive(self._stage.finish())
         if self._stage.replica.drift is not None:
             self._stage.replica.drift.check(buffers=False)
+
+    def detach(self) -> None:
+        """End the loop: `on_finish` of callbacks. All ranks call it; a second call does nothing."""
+        if self._callbacks is not None:
+            self._callbacks.finish()
+
+    # ------------------------------------------------------------------ callbacks
+
+    def asked(self) -> Control:
+        """The requests of callbacks since the last call, the same on all ranks; a request to stop stays.
+
+        if pipe.asked().save:
+            torch.save(pipe.training_state(), f"rank-{rank}.pt")
+        """
+        return Control() if self._callbacks is None else self._callbacks.asked()
+
+    @property
+    def stopped(self) -> bool:
+        """True once a callback has asked for the end; all ranks see it after the same step, and `pt.shard` ends."""
+        return self._callbacks is not None and self._callbacks.stopped
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Give callbacks the loop's own scores (`on_evaluation`). All ranks call it, and hear the requests here; rank
+        0's values count."""
+        if self._callbacks is not None:
+            self._callbacks.evaluated(values)
 
     def watch(self, on_drift: Literal["stop", "ignore"]) -> None:
         """Compare this stage with its replicas from now on; see `pipeline`. All ranks call it before the first step."""
@@ -151,7 +186,8 @@ class Pipeline:
         plain = {
             name: {"tensors": _copied(part.tensors), "scalars": dict(part.scalars)} for name, part in parts.items()
         }
-        return {"of": self._identity, **plain}
+        called = {} if self._callbacks is None else {"callbacks": [self._steps, self._callbacks.state()]}
+        return {"of": self._identity, **plain, **called}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's `training_state`, in a pipeline that has made no step yet.
@@ -177,6 +213,9 @@ class Pipeline:
         optimizer_restore(self.optimizer, optimizer)
         self._stage.replica.restore(strategy)
         self._stage.restore(stage)
+        self._steps, states = state.get("callbacks", (self._stage.program.step_number, ""))
+        if self._callbacks is not None and states:
+            self._callbacks.restore(states, self._steps)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -206,8 +245,10 @@ def agreed_cut(
     by: By | Sequence[str],
     seed: int,
     max_norm: float | None,
+    callbacks: Callbacks = (),
 ) -> tuple[Cut, dict[str, Any]]:
-    """The same cut on all ranks of `port`, and the facts that they have agreed on. All call it. Errors: `Mismatch`."""
+    """The same cut on all ranks of `port`, and the facts that they have agreed on, but the callbacks. All call it.
+    Errors: `Mismatch`."""
     schedule = schedule_of(strategy)
     found = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
     if not isinstance(by, str) and port.rank == 0:
@@ -218,8 +259,13 @@ def agreed_cut(
     told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
     told |= {"strategy": str(strategy), "begins": list(found.begins), "seed": seed, "max_norm": max_norm}
     told |= {"wires": str(schedule.wires)}
-    world.drive(agree(port, told))
+    world.drive(agree(port, told | {"callbacks": str([str(each) for each in callbacks])}))
     return found, told
+
+
+def begun_callbacks(world: ProcessWorld, model: nn.Module, callbacks: Callbacks) -> LoopCallbacks | None:
+    """The callbacks of a loop around `model`, begun; None without any. All ranks call it."""
+    return LoopCallbacks(world, model, CallbackHost(callbacks, None)) if callbacks else None
 
 
 def _warn_unbalanced(found: Cut) -> None:
