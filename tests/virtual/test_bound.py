@@ -11,6 +11,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.cluster import Link
+from polytempo.planner.bound_price import with_price
 from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.runs import load_run
 from virtual.test_slow_rank import factor, job
@@ -49,6 +50,33 @@ def test_a_slow_rank_bounds_the_run_by_name() -> None:
     found = bound(s.sync_sgd(), 1e7, FAST, lambda random, host: 1.8 if host == 2 else 1.0, steps=30)
     assert found["kind"] == "stragglers"
     assert "waits for rank 2" in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flops_per_s", "link", "tried", "least", "most"),
+    [
+        (s.sync_sgd(route=pt.collectives.ring), 1e9, Link(1e-6, 1e5), {"strategy": "bf16_sgd()"}, 1.5, 2.1),
+        (s.sync_sgd(), 1e7, FAST, {"workers": 8}, 1.9, 2.01),
+        (s.gpipe(stages=2, micro_batches=1), 1e7, FAST, {}, None, None),
+    ],
+    ids=["half the bytes", "twice the workers", "no plan tries it"],
+)
+def test_the_planner_prices_the_change(
+    strategy: Any, flops_per_s: float, link: Link, tried: dict[str, Any], least: float | None, most: float | None
+) -> None:
+    """A run that has made the change is so much faster, to a part in fifty."""
+    cluster = replace(pt.cluster.ethernet(), flops_per_s=flops_per_s, network=link)
+    result = pt.simulate(job(), strategy, 4, cluster, steps=12)
+    found = with_price(result.as_json(), job(), None, cluster)
+    assert found["bound"]["tried"] == tried
+    if least is None or most is None:
+        assert found == result.as_json()
+        return
+    priced = found["bound"]["priced"]
+    assert least < priced < most
+    assert found["bound"]["text"].endswith(f"Priced on this cluster: {priced:.2f} times the samples per second.")
+    changed = pt.simulate(job(), tried.get("strategy", strategy), tried.get("workers", 4), cluster, steps=12)
+    assert changed.samples_per_s / result.samples_per_s == pytest.approx(priced, rel=0.02)
 
 
 def test_runs_without_values_have_a_bound_too() -> None:

@@ -9,7 +9,8 @@ run is bound by computing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from polytempo.diagnosis.pace import RankTimes
@@ -97,6 +98,9 @@ class Bound(NamedTuple):
     """Samples per second over the present ones after the change, at best."""
     text: str
     values: dict[str, float]
+    tried: dict[str, str | int]
+    """The change as values that a planned run takes in place of its own: strategy, workers, batch_size, balance. Empty
+    for a change that no plan tries."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: `Result.bound`."""
@@ -111,6 +115,8 @@ class _Change(NamedTuple):
     """Samples of a step over the present ones."""
     asks_loss: bool = False
     """True if the model may learn otherwise."""
+    tried: Mapping[str, str | int] = MappingProxyType({})
+    """`Bound.tried`."""
 
 
 def bound(facts: StepParts) -> Bound | None:
@@ -131,7 +137,7 @@ def bound(facts: StepParts) -> Bound | None:
         "least_wait_s": facts.least_wait_s,
         "sent_bytes": facts.sent_bytes,
     }
-    return Bound(kind, share, change.text, gain, text, values)
+    return Bound(kind, share, change.text, gain, text, values, dict(change.tried))
 
 
 def facts_of(
@@ -206,7 +212,8 @@ def _background(facts: StepParts) -> _Change:
 
 
 def _more_workers(facts: StepParts) -> _Change:
-    return _Change(f"{2 * facts.workers} workers on as many processors again", facts.step_s, 2.0)
+    workers = 2 * facts.workers
+    return _Change(f"{workers} workers on as many processors again", facts.step_s, 2.0, tried={"workers": workers})
 
 
 def _fewer_bytes(facts: StepParts) -> _Change:
@@ -214,29 +221,35 @@ def _fewer_bytes(facts: StepParts) -> _Change:
         return _rarer(facts)
     by_latency, by_bytes = _predicted(facts)
     saved_s = facts.least_wait_s / 2 * by_bytes / max(by_bytes + by_latency, 1e-12)
-    return _Change("bf16_sgd()", facts.step_s - saved_s, asks_loss=True)
+    return _of_strategy("bf16_sgd()", facts.step_s - saved_s)
 
 
 def _rarer(facts: StepParts) -> _Change:
-    again = any(facts.strategy.startswith(name) for name in _RARE)
-    text = f"a period {_PERIOD} times as long" if again else f"local_sgd(period={_PERIOD})"
-    if facts.serves:
-        text = f"downpour(push_every={_PERIOD}, pull_every={_PERIOD})"
     waits = facts.wait_s if facts.serves else facts.least_wait_s
-    return _Change(text, facts.step_s - waits * (1 - 1 / _PERIOD), asks_loss=True)
+    step_s = facts.step_s - waits * (1 - 1 / _PERIOD)
+    if facts.serves:
+        return _of_strategy(f"downpour(push_every={_PERIOD}, pull_every={_PERIOD})", step_s)
+    if any(facts.strategy.startswith(name) for name in _RARE):
+        return _Change(f"a period {_PERIOD} times as long", step_s, asks_loss=True)
+    return _of_strategy(f"local_sgd(period={_PERIOD})", step_s)
+
+
+def _of_strategy(strategy: str, step_s: float) -> _Change:
+    """Another strategy."""
+    return _Change(strategy, step_s, asks_loss=True, tried={"strategy": strategy})
 
 
 def _without_slow(facts: StepParts) -> _Change:
     step_s = facts.step_s - (facts.wait_s - facts.least_wait_s)
     if facts.slow and facts.balances:
-        return _Change('balance="speed"', step_s)
+        return _Change('balance="speed"', step_s, tried={"balance": "speed"})
     if facts.slow and facts.workers > 2:
         return _Change(f"a run without {facts.slow}", step_s, 1 - 1 / facts.workers)
     if any(facts.strategy.startswith(name) for name in _RARE):
-        return _Change("async_sgd()", step_s, asks_loss=True)
+        return _of_strategy("async_sgd()", step_s)
     kept = 1 / _PERIOD**0.5  # delays of several steps add up to less than the longest of each
     rest_s = (facts.wait_s - facts.least_wait_s) * kept
-    return _Change(f"local_sgd(period={_PERIOD})", step_s + rest_s - facts.least_wait_s * (1 - 1 / _PERIOD), 1.0, True)
+    return _of_strategy(f"local_sgd(period={_PERIOD})", step_s + rest_s - facts.least_wait_s * (1 - 1 / _PERIOD))
 
 
 def _more_shards(facts: StepParts) -> _Change:
@@ -245,7 +258,8 @@ def _more_shards(facts: StepParts) -> _Change:
 
 def _larger_batch(facts: StepParts) -> _Change:
     own_s = 0.0 if facts.compute_s < SHORT_STEP_S and not facts.virtual else facts.compute_s
-    return _Change(f"batches of {2 * facts.batch_size} samples", facts.step_s + own_s + facts.read_s, 2.0, True)
+    step_s, samples = facts.step_s + own_s + facts.read_s, 2 * facts.batch_size
+    return _Change(f"batches of {samples} samples", step_s, 2.0, True, {"batch_size": samples})
 
 
 def _more_micro_batches(facts: StepParts) -> _Change:

@@ -25,7 +25,7 @@ from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
 from polytempo.spec.callbacks.callback import Control
-from polytempo.spec.callbacks.reading import Callbacks
+from polytempo.spec.callbacks.reading import NO_CALLBACKS, Callbacks
 from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.agree import broadcast_model
 from polytempo.training.model.randomness import kept_random_states, seed_step
@@ -67,7 +67,7 @@ class ServedPipeline:
         max_norm: float | None,
         seed: int,
         start: ServerStart,
-        callbacks: Callbacks = (),
+        callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
         """`between`: the strategy that names the server; `strategy` itself, if it has the stages already."""
         self._world, self._strategy, self._between, self._start = world, strategy, between, start

@@ -35,6 +35,9 @@ class Callbacks(tuple[Callback, ...]):
         return ", ".join(map(str, self))
 
 
+NO_CALLBACKS = Callbacks()
+
+
 def callbacks_of(given: object) -> Callbacks:
     """The value of an option `callbacks`: callbacks, their texts, or one text of several. ValueError for others."""
     if isinstance(given, Callback):

@@ -38,7 +38,7 @@ class ProfileFiles:
 
     def look(self) -> None:
         """Write the profiles that have come since the last call. Cost without a profile: a look for a folder."""
-        for path in map(Path, profiled_ranks(self._run)):
+        for path in (Path(str(each)) for each in profiled_ranks(self._run)):
             changed_s = path.stat().st_mtime
             if changed_s >= self._since_s and self._seen.get(path.name) != changed_s:
                 self._seen[path.name] = changed_s

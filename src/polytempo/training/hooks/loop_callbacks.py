@@ -234,5 +234,6 @@ def loop_callbacks(given: object, strategy: Strategy) -> Callbacks:
         raise ValueError(f"callbacks: {error}") from None
     if callbacks:
         needs = {need for each in callbacks for need in each.needs}
-        refuse(strategy.features | {"own loop", "callbacks"} | needs, strategy=strategy)
+        features = strategy.features - {"stages", "parts"}  # `attach` refuses them, `pipeline` has them
+        refuse(features | {"own loop", "callbacks"} | needs, strategy=strategy)
     return callbacks

@@ -20,7 +20,7 @@ from polytempo.partition.schedules.facts import steps_late
 from polytempo.partition.staged_strategy import over_stages
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.spec.callbacks.callback import Control
-from polytempo.spec.callbacks.reading import Callbacks
+from polytempo.spec.callbacks.reading import NO_CALLBACKS, Callbacks
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
@@ -49,7 +49,7 @@ class Pipeline:
         by: By | Sequence[str],
         max_norm: float | None,
         seed: int,
-        callbacks: Callbacks = (),
+        callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
@@ -245,7 +245,7 @@ def agreed_cut(
     by: By | Sequence[str],
     seed: int,
     max_norm: float | None,
-    callbacks: Callbacks = (),
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> tuple[Cut, dict[str, Any]]:
     """The same cut on all ranks of `port`, and the facts that they have agreed on, but the callbacks. All call it.
     Errors: `Mismatch`."""
@@ -259,7 +259,7 @@ def agreed_cut(
     told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
     told |= {"strategy": str(strategy), "begins": list(found.begins), "seed": seed, "max_norm": max_norm}
     told |= {"wires": str(schedule.wires)}
-    world.drive(agree(port, told | {"callbacks": str([str(each) for each in callbacks])}))
+    world.drive(agree(port, told | {"callbacks": str(callbacks)}))
     return found, told
 
 
