@@ -249,7 +249,9 @@ def test_a_request_ends_a_loop_with_a_server_once_all_dealt_batches_are_done(str
 
 
 def piped(schedule: Strategy, world: ProcessWorld, **options: Any) -> tuple[Any, Any]:
-    """A pipeline of this rank, and its shard."""
+    """A pipeline of this rank, and its shard, which deals the same batches to all stages."""
+    if schedule.server is None and world.port.mesh is None:
+        pt.init(mesh={"data": 1, "stage": world.size})
     shard = pt.shard(samples(), batch_size=4, seed=1)
     sgd = functools.partial(SGD, lr=0.01)
     sample = samples().tensors[0][:4]

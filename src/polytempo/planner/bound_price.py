@@ -16,10 +16,10 @@ _MOST_WORKERS = 1024
 
 
 def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Cluster) -> dict[str, Any]:
-    """The figures of a simulation, where `bound` says what its change brings on `cluster`, too: `priced`, samples per
-    second over the present ones.
+    """The figures of a simulation, with the price of the change in `bound`: `priced`, samples per second on `cluster`
+    over the present ones.
 
-    As they are where no plan tries the change, or a price cannot be found. Cost: two priced simulations, some 0.1 s.
+    Unchanged where no plan tries the change, or a price cannot be found. Cost: two priced simulations, some 0.1 s.
     """
     bound = result.get("bound") or {}
     if not bound.get("tried") or result["workers"] > _MOST_WORKERS:
