@@ -16,6 +16,11 @@ from live_pages import DEADLINE_S, Served, serving, write_run
 pytestmark = pytest.mark.browser
 
 expect.set_options(timeout=1000 * DEADLINE_S)
+TOO_WIDE = """["Workers and servers", "Events"].filter((name) => {
+  const table = document.querySelector(`[aria-label="${name}"]`);
+  return !table || table.scrollWidth > table.clientWidth;
+})"""
+LABEL_HEIGHT = "document.querySelector('.timeline .label').getBoundingClientRect().height"
 HOSTILE = "<img src=x onerror=\"document.title='hostile'\"><script>document.title='hostile'</script>"
 """A text that would change the title if it were read as markup."""
 
@@ -271,6 +276,10 @@ def test_story_19_a_phone_in_the_dark_and_a_wide_screen_show_all_without_scrolli
             page = view.at(address)
             assert page.evaluate("document.documentElement.dataset.mode") == scheme
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, address
+            if address == "#/run/digits-async":
+                page.wait_for_selector(".timeline .label")
+                assert page.evaluate(TOO_WIDE) == []
+                assert page.evaluate(LABEL_HEIGHT) <= 24
         view.page.context.close()
         assert view.complaints == []
 
