@@ -137,11 +137,50 @@ def test_workers_read_the_bytes_once(form: str, workers: int, tmp_path: Path, mo
             return found
 
     found = source(str(tmp_path / f"part-*.{ending}"), as_tuple=(column,)).shuffled(buffer=16, interleave=2)
-    monkeypatch.setattr(stream_files, "_bytes_of", lambda fs, path, buffer_bytes: io.BufferedReader(Counted(path), 256))
+    monkeypatch.setattr(stream_files, "_bytes_of", lambda fs, path, *_: io.BufferedReader(Counted(path), 256))
     shards = [data.DataShard(found, rank=rank, size=workers, batch_size=4, seed=1) for rank in range(workers)]
     seen = [int(n) for shard in shards for (batch,) in shard for n in batch[: shard.local_samples]]
     assert sorted(seen) == list(range(6 * count))
     assert sum(read) <= 1.1 * size
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("place", ["kept", "not kept"])
+def test_processes_read_small_row_groups_and_footers_once(
+    place: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows a group: footers are most of a file. They are read once, by the process that counts first; a process
+    holds its own where the cache folder keeps none."""
+    from polytempo.data.streams.sources import parquet
+
+    monkeypatch.setattr(parquet, "KEPT_FROM_BYTES", 0 if place == "kept" else 1 << 30)
+    sizes, read = list[int](), list[int]()
+    for part in range(6):
+        (tmp_path / f"part-{part}.parquet").write_bytes(content := parquet_file(part * 300, 300))
+        sizes.append(len(content))
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            read.append(found := super().readinto(buffer) or 0)
+            return found
+
+        def read(self, size: int | None = -1) -> bytes:
+            read.append(len(found := super().read(size) or b""))
+            return found
+
+    def bytes_of(fs: Any, path: str, buffer_bytes: int, ahead_bytes: int) -> Any:
+        return io.BufferedReader(Counted(path), buffer_bytes) if buffer_bytes else Counted(path)
+
+    monkeypatch.setattr(stream_files, "_bytes_of", bytes_of)
+    seen, names = list[int](), str(tmp_path / "part-*.parquet")
+    for rank in range(workers):
+        source = data.parquet(names, as_tuple=("n", "text")).shuffled(buffer=16, interleave=2)
+        shard = data.DataShard(source, rank=rank, size=workers, batch_size=4, seed=1)
+        seen += [int(n) for numbers_, _ in shard for n in numbers_[: shard.local_samples]]
+    assert sorted(seen) == list(range(1800))
+    footers = sum(len(parquet._footer_bytes(file)) for file in stream_files.find_files(names))
+    again = 0 if place == "kept" else workers - 1
+    assert sum(read) - footers <= 1.1 * sum(sizes) + again * footers
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -176,15 +215,17 @@ def test_a_kept_index_is_taken_and_a_damaged_one_is_not(
     monkeypatch.setattr(parquet, "KEPT_FROM_BYTES", 0)
     first = written(str(tmp_path), form)
     kept = sorted(kept_index.cache_folder().iterdir())
-    assert len(kept) == len(COUNTS)
+    assert len(kept) == len(COUNTS) * (2 if form == "parquet" else 1)  # counts, and a footer
     assert {path.suffix for path in kept} == {".index"}
     ending, _, source, column = FORMATS[form]
     monkeypatch.setattr(marked_files.MarkedFiles, "_marks", None)  # it would have to count
     monkeypatch.setattr(parquet, "_footer", None)
+    monkeypatch.setattr(parquet, "_footer_bytes", None)
     again = source(f"{tmp_path}/*.{ending}", as_tuple=(column,))
     assert again.counts == first.counts
     assert numbers(again) == numbers(first)
-    kept[0].write_bytes(kept[0].read_bytes()[:-1] + b"?")
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(TypeError):  # it does count
         source(f"{tmp_path}/*.{ending}", as_tuple=(column,))
 

@@ -1,9 +1,13 @@
-"""Parquet: a shard for each row group of the files, and only the columns that are asked for."""
+"""Parquet: a shard for each row group of the files, and only the columns that are asked for.
+
+group │ group │ … │ footer │ its length        the footer is read once; a group by its own bytes
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -17,7 +21,10 @@ from polytempo.data.streams.sources.sample_values import Fields, check_columns, 
 from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, library, opened
 
 ROWS_AT_ONCE = 1024
+HELD_BYTES = 1 << 28
+"""Footers that a source holds, by their bytes in the files."""
 _BUFFER_BYTES = 1 << 20
+_MAGIC = b"PAR1"
 
 
 class Footer(msgspec.Struct, frozen=True):
@@ -38,17 +45,11 @@ class Parquet(ShardedData):
         self._columns = list(columns or single(as_tuple or ())) or None
         self._as_tuple = None if as_tuple is None else tuple(as_tuple)
         files = find_files(urls)
-        self._footers = counted(
-            [
-                PartToCount(
-                    f"parquet\n{file.url}\n{file.size}\n{file.tag}",
-                    lambda file=file: _footer(file),  # type: ignore[misc]
-                    keep=file.size >= KEPT_FROM_BYTES and bool(file.tag),
-                )
-                for file in files
-            ],
-            Footer,
-        )
+        self._held: OrderedDict[StreamFile, Any] = OrderedDict()
+        """Parsed footers, the last used one at the end."""
+        self._held_bytes = 0
+        counts = [_part("parquet", file, lambda file=file: _footer(self._metadata(file), file)) for file in files]  # type: ignore[misc]
+        self._footers = counted(counts, Footer)
         for file, footer in zip(files, self._footers, strict=True):
             check_columns(self._columns or (), footer.columns, file.url)
         self._groups = [
@@ -72,9 +73,9 @@ class Parquet(ShardedData):
         runs = [run for run in runs if run]
         if not runs:
             return
-        parquet = library("pyarrow.parquet", "parquet", "parquet")
-        with opened(file) as stream, _decoding(file):
-            table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        parquet, metadata = library("pyarrow.parquet", "parquet", "parquet"), self._metadata(file)
+        with opened(file, self._span(metadata.row_group(group)), ahead_bytes=1) as stream, _decoding(file):
+            table = parquet.ParquetFile(stream, metadata=metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self._columns)
             begin, at = 0, 0
             for batch in batches:
@@ -96,11 +97,54 @@ class Parquet(ShardedData):
         """The row, or the tuple of its fields."""
         return fields(raw, self._as_tuple, "the row")
 
+    def _metadata(self, file: StreamFile) -> Any:
+        """The parsed footer of a file, held up to `HELD_BYTES` of them."""
+        if file in self._held:
+            self._held.move_to_end(file)
+            return self._held[file]
+        content = counted([_part("parquet footer", file, lambda: _footer_bytes(file))], bytes)[0]
+        arrow = library("pyarrow", "parquet", "parquet")
+        parquet = library("pyarrow.parquet", "parquet", "parquet")
+        with _decoding(file):
+            self._held[file] = parquet.read_metadata(arrow.BufferReader(_MAGIC + content))
+        self._held_bytes += self._held[file].serialized_size
+        while len(self._held) > 1 and self._held_bytes > HELD_BYTES:
+            self._held_bytes -= self._held.popitem(last=False)[1].serialized_size
+        return self._held[file]
 
-def _footer(file: StreamFile) -> Footer:
-    parquet = library("pyarrow.parquet", "parquet", "parquet")
-    with opened(file) as stream, _decoding(file):
-        metadata = parquet.ParquetFile(stream).metadata
+    def _span(self, group: Any) -> int:
+        """The bytes of a small group that are read at once; 0: its columns are read one by one."""
+        columns = [group.column(number) for number in range(group.num_columns)]
+        wanted = [
+            each for each in columns if self._columns is None or each.path_in_schema.split(".")[0] in self._columns
+        ]
+        size = sum(each.total_compressed_size for each in wanted)
+        begins = [min(each.dictionary_page_offset or each.data_page_offset, each.data_page_offset) for each in wanted]
+        ends = [begin + each.total_compressed_size for begin, each in zip(begins, wanted, strict=True)]
+        span = max(ends, default=0) - min(begins, default=0)
+        return span if 1 < span <= min(_BUFFER_BYTES, 1.05 * size) else 0
+
+
+def _part(what: str, file: StreamFile, count: Callable[[], Any]) -> PartToCount[Any]:
+    keep = file.size >= KEPT_FROM_BYTES and bool(file.tag)
+    return PartToCount(f"{what}\n{file.url}\n{file.size}\n{file.tag}", count, keep)
+
+
+def _footer_bytes(file: StreamFile) -> bytes:
+    """The end of the file: the footer, its length in 4 bytes, and "PAR1"."""
+    tail = len(_MAGIC) + 4
+    with opened(file, 0, ahead_bytes=1) as stream, _decoding(file):
+        stream.seek(max(0, file.size - tail))
+        end = stream.read(tail)
+        size = int.from_bytes(end[:4], "little") + tail
+        if end[4:] != _MAGIC or size + len(_MAGIC) > file.size:
+            refuse({"data source", "damaged file"}, url=file.url, problem="it does not end with a footer of Parquet")
+        stream.seek(file.size - size)
+        return stream.read(size)
+
+
+def _footer(metadata: Any, file: StreamFile) -> Footer:
+    with _decoding(file):
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         columns = metadata.schema.to_arrow_schema()
         facts = [(group.num_rows, group.total_byte_size) for group in groups]
@@ -132,9 +176,9 @@ def parquet(urls: Urls, *, columns: Sequence[str] | None = None, as_tuple: Field
     Numbers become tensors of the column's type, and lists of numbers tensors of one dimension; text is `str`, binary
     `bytes`; a column with nulls and every other type has Python's values.
 
-    Cost: counts come from the footers, which the cache folder (`$POLYTEMPO_CACHE`) keeps for files above 1 MiB. A range
-    of rows reads its columns from the beginning of the row group to the end of the range; write row groups of some
-    1,000 to 100,000 rows.
+    Cost: a footer is read once: the cache folder (`$POLYTEMPO_CACHE`) keeps it for a file above 1 MiB; of a smaller
+    file each process reads it. A process holds up to 256 MiB of footers. A range of rows reads its columns from the
+    beginning of the row group to the end of the range; write row groups of some 1,000 to 100,000 rows.
 
     Errors: `Incompatible`, a ValueError with a code: PT2601 (no pyarrow), PT2602 (unreadable), PT2603 (changed since),
     PT2604 (broken off or another format), PT2605 (a column is missing), PT2606 (no samples).

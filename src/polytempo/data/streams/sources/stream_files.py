@@ -28,7 +28,7 @@ Urls = str | Path | Sequence[str | Path]
 MOST_FILES = 1_000_000
 BUFFER_BYTES = 1 << 18
 BLOCK_BYTES = 1 << 20
-"""A request to a remote filesystem asks for this much."""
+"""A request to a remote filesystem asks for this much more than is read."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN = re.compile(r"[*?\[]")
 _TAGS = ("ETag", "etag", "e_tag", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -115,10 +115,12 @@ def reading(url: str) -> Iterator[None]:
 
 
 @contextmanager
-def opened(file: StreamFile, buffer_bytes: int = BUFFER_BYTES) -> Iterator[BinaryIO]:
+def opened(file: StreamFile, buffer_bytes: int = BUFFER_BYTES, ahead_bytes: int = BLOCK_BYTES) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed by its name (.gz, .bz2, .xz, .zst). It is the file that was found, or PT2603.
 
-    Where it is compressed, a seek forward reads everything up to there, and a seek backward begins again.
+    `buffer_bytes`: a read asks for at least so many; 0: for its own bytes. `ahead_bytes`: so many more are asked from a
+    remote filesystem. Where it is compressed, a seek forward reads everything up to there, and a seek backward begins
+    again.
     """
     with reading(file.url):
         fs, path = filesystem(file.url)
@@ -131,7 +133,7 @@ def opened(file: StreamFile, buffer_bytes: int = BUFFER_BYTES) -> Iterator[Binar
                 was=f"{file.size:,} bytes, {file.tag or 'no tag'}",
                 now=f"{now.size:,} bytes, {now.tag or 'no tag'}",
             )
-        with _bytes_of(fs, path, buffer_bytes) as raw:
+        with _bytes_of(fs, path, buffer_bytes, ahead_bytes) as raw:
             unpack = _unpacker(file.url)
             if unpack is None:
                 yield raw
@@ -140,14 +142,14 @@ def opened(file: StreamFile, buffer_bytes: int = BUFFER_BYTES) -> Iterator[Binar
                 yield cast(BinaryIO, stream)
 
 
-def _bytes_of(fs: Any, path: str, buffer_bytes: int) -> BinaryIO:
+def _bytes_of(fs: Any, path: str, buffer_bytes: int, ahead_bytes: int) -> BinaryIO:
     """The file for one reader alone, with a buffer."""
     if "file" in fs.protocol:
         return open(path, "rb", buffering=buffer_bytes)
-    raw = fs.open(path, "rb", block_size=BLOCK_BYTES)
+    raw = fs.open(path, "rb", block_size=ahead_bytes)
     if isinstance(raw, io.BytesIO):  # memory:// hands every reader the same object
         return io.BytesIO(raw.getvalue())
-    return io.BufferedReader(raw, buffer_bytes)
+    return cast(BinaryIO, io.BufferedReader(raw, buffer_bytes) if buffer_bytes else raw)
 
 
 def is_compressed(file: StreamFile) -> bool:
