@@ -219,6 +219,30 @@ def test_sampling_of_a_run() -> None:
     assert not all(map(torch.equal, one, trained(fed.fed_avg(2, 1, 4), 3)))
 
 
+def test_clients_drawn_by_their_samples_count_alike() -> None:
+    sizes = [1] * 20 + [9] * 20
+    drawn = np.concatenate([fed.weighted().drawn(sizes, 2, SEED, number) for number in range(200)])
+    assert 0.86 < (drawn >= 20).mean() < 0.94
+    rule = "both(weighted, drop_outs(0.2))"
+    dealt = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED, fed.both(fed.weighted(), fed.drop_outs(0.2)))
+    theta, weights = first(model), [each.detach() for each in first(model).parameters()]
+    inputs, labels = data().tensors
+    for number in range(3):
+        moved = [torch.zeros_like(each) for each in weights]
+        for k in Cohorts(dealt, 2, SEED).order(number).tolist():
+            loss = nn.functional.cross_entropy(theta(inputs[dealt.parts[k]]), labels[dealt.parts[k]])
+            for each, gradient in zip(moved, torch.autograd.grad(loss, list(theta.parameters())), strict=True):
+                each += LR * gradient / 2
+        for each, more, own in zip(weights, moved, theta.parameters(), strict=True):
+            each -= more
+            own.data.copy_(each)
+    close(trained(fed.fed_avg(2), 3, sampling=rule), weights)
+    with pytest.raises(ValueError, match="count alike"):
+        trained(fed.fed_nova(2), 1, sampling="weighted")
+    with pytest.raises(ValueError, match="a rule already"):
+        trained(fed.fed_avg(2), 1, job=job(data=lambda path: pt.Data(dealt, None)), clients=None, sampling=rule)
+
+
 def test_refusals_of_strategies_around_rounds() -> None:
     for inner in (fed.scaffold(), fed.fed_nova(), fed.q_fed_avg()):
         with pytest.raises(Incompatible, match="PT2511"):

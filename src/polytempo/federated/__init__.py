@@ -5,7 +5,7 @@ from polytempo.federated.arrivals import Arrivals, ClientArrival
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
 from polytempo.federated.privacy import private
-from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected
+from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected, weighted
 from polytempo.federated.secure_sum import FixedPoint, secure_bytes, secure_sum
 from polytempo.federated.strategies import (
     fed_adagrad,
@@ -62,4 +62,5 @@ __all__ = [
     "secure_sum",
     "shards",
     "strategies",
+    "weighted",
 ]

@@ -195,6 +195,10 @@ class Cohorts(Dataset[Client]):
         part = self.clients.parts[client]
         return Client(client, self.clients.dataset, part, self._collate, len(part) / self._samples, age)
 
+    def counted(self, client: Client) -> int:
+        """The samples that a client weighs by in its round."""
+        return min(1, len(client)) if self.clients.sampling.by_samples else len(client)
+
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.
 

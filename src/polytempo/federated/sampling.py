@@ -3,6 +3,7 @@
 day_and_night(24, 0.4)   a client is there in two fifths of each day of 24 rounds, at hours of its own
 drop_outs(0.1)           a client is away in a tenth of the rounds, drawn for each round
 over_selected(0.3)       the server asks 1.3 times as many clients, and takes the first to answer
+weighted()               a client with twice the samples is drawn twice as often, and counts as much as any other
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = ["both", "day_and_night", "drop_outs", "over_selected", "weighted"]
 
 Presence = Callable[[int, int, int], NDArray[np.bool_]]
 """presence(clients, round, seed): who is there, shape (clients,)."""
@@ -25,6 +28,8 @@ class Sampling(NamedTuple):
     presences: tuple[Presence, ...] = ()
     extra: float = 0.0
     sigma: float = 1.0
+    by_samples: bool = False
+    """True: clients are drawn by their samples, and those of a round count alike."""
 
     def drawn(self, sizes: Sequence[int], cohort: int, seed: int, round_number: int) -> NDArray[np.int64]:
         """The clients of a round, all different, shape (cohort,): a pure function of its arguments.
@@ -32,15 +37,17 @@ class Sampling(NamedTuple):
         Where too few are there, the server waits round by round until there are enough. ValueError after 1,000 waits.
         """
         random, asked = generator(seed, "cohort", round_number), -int(-cohort * (1 + self.extra) // 1)
-        if not self.presences and not self.extra:
+        if self == Sampling():
             return random.choice(len(sizes), cohort, replace=False)
+        likely = np.asarray(sizes, dtype=np.float64) if self.by_samples else np.ones(len(sizes))
         for moment in range(round_number, round_number + _MOST_WAITS):
             there = np.ones(len(sizes), dtype=bool)
             for presence in self.presences:
                 there &= presence(len(sizes), moment, seed)
             if there.sum() >= cohort:
                 present = np.flatnonzero(there)
-                chosen = random.choice(present, min(asked, len(present)), replace=False)
+                odds = likely[present] / likely[present].sum() if self.by_samples else None
+                chosen = random.choice(present, min(asked, len(present)), replace=False, p=odds)
                 if len(chosen) == cohort:
                     return chosen
                 seconds = durations(sizes, self.sigma, seed)[chosen]
@@ -93,10 +100,24 @@ def over_selected(extra: float = 0.3, sigma: float = 1.0) -> Sampling:
     return Sampling((), extra, sigma)
 
 
+def weighted() -> Sampling:
+    """Clients are drawn one after the other, without repetition, each by its samples among those that are left.
+
+    The clients of a round then count alike, where `fed_avg` would weigh them by their samples: large clients take part
+    more often instead. With few clients of many in a round the mean over rounds is nearly the one of `fed_avg` with all
+    clients; equal sizes make it the plain draw's.
+
+    Source: X. Li, K. Huang, W. Yang, S. Wang and Z. Zhang, "On the convergence of FedAvg on non-IID data", 2020,
+    scheme I, which draws with repetition.
+    """
+    return Sampling(by_samples=True)
+
+
 def both(first: Sampling, second: Sampling) -> Sampling:
-    """Clients that are there by both rules; the one with `extra` says who is first."""
+    """Clients by both rules: they are there by both; the one with `extra` says who is first, and either weighs."""
     slower = first if first.extra else second
-    return Sampling((*first.presences, *second.presences), slower.extra, slower.sigma)
+    by_samples = first.by_samples or second.by_samples
+    return Sampling((*first.presences, *second.presences), slower.extra, slower.sigma, by_samples)
 
 
 def durations(sizes: Sequence[int], sigma: float, seed: int) -> NDArray[np.float64]:

@@ -210,6 +210,12 @@ class RunOptions:
 
     For strategies of rounds, such as `fed_avg`. Default: the clients of the job's data (`pt.federated.clients`).
     """
+    sampling: Annotated[str | None, Option(TRAINING, "RULE", ONE_STRATEGY)] = None
+    """Draw a round's clients by a rule: 'drop_outs(0.1)', 'day_and_night(24)', 'over_selected(0.3)', 'weighted' or
+    'both(drop_outs(0.1), over_selected(0.3))'.
+
+    For strategies of rounds, such as `fed_avg`. Default: the rule of the job's data, else all clients are alike.
+    """
     noise_scale: Annotated[Count | None, Option(TRAINING, "K", ONE_STRATEGY)] = None
     """Measure the gradient noise scale every K steps, such as 32.
 

@@ -30,7 +30,7 @@ def strategies(asked: StrategiesOptions) -> None:
     """Print every strategy, then every codec that `codec=` takes: its call, its effect, and its paper."""
     found = [
         *_entries("strategy", {**STRATEGIES, "then": NAMES.then}, signature_of),
-        *_entries("strategy of clients", NAMES.federated, signature_of),
+        *_entries("strategy of clients", {**NAMES.federated, **NAMES.private}, signature_of),
         *_entries("codec", CODECS, signature_of),
         *_entries("wire route", WIRE_ROUTES, lambda function: str(function.__name__)),
     ]

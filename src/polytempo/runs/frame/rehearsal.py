@@ -79,6 +79,7 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         str(options.precision),
         options.device if here else "",
         options.clients,
+        options.sampling,
     )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]

@@ -36,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     precision: Precision | str | None
     callbacks: Sequence[object] | str
     clients: str | None
+    sampling: str | None
     noise_scale: int | None
     batch_growth: BatchGrowth | str
     start_from: str | None

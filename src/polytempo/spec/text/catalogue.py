@@ -12,9 +12,10 @@ from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.cluster_file import read_cluster
 from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
-from polytempo.federated import partitions, privacy
+from polytempo.federated import partitions, privacy, sampling
 from polytempo.federated import strategies as federated_strategies
 from polytempo.federated.partitions import Partition
+from polytempo.federated.sampling import Sampling
 from polytempo.partition import scheduled, schedules
 from polytempo.server.rules import staleness
 from polytempo.spec import then as then_module
@@ -25,7 +26,7 @@ from polytempo.spec.text.resolution import Function
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
 _FOLDERS |= {"strategies": strategies, "partition.schedules": schedules, "server.rules.staleness": staleness}
 _FOLDERS |= {"federated.partitions": partitions, "federated.strategies": federated_strategies}
-_FOLDERS |= {"federated.privacy": privacy}
+_FOLDERS |= {"federated.privacy": privacy, "federated.sampling": sampling}
 _FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data, "spec.then": then_module}
 
 
@@ -84,6 +85,11 @@ def codec_of(given: Codec | str | None) -> Codec | None:
 def parse_partition(text: str) -> Partition:
     """The partition of data over clients that `text` describes, such as `dirichlet(100, alpha=0.5)`."""
     return cast("Partition", NAMES.partition(text))
+
+
+def parse_sampling(text: str) -> Sampling:
+    """The rule that draws a round's clients, such as `both(drop_outs(0.1), over_selected(extra=0.3))`."""
+    return cast("Sampling", NAMES.sampling(text))
 
 
 def parse_strategies(text: str | None) -> list[Strategy]:

@@ -63,6 +63,8 @@ class Names(NamedTuple):
     """The function that makes such a strategy private."""
     partitions: Mapping[str, Function]
     """Partitions of data over clients."""
+    samplings: Mapping[str, Function]
+    """Rules that draw a round's clients."""
     scheduled_data: Mapping[str, Function]
     """Data that programs learn from."""
     arguments: Mapping[str, Mapping[str, object]]
@@ -110,6 +112,11 @@ class Names(NamedTuple):
     def partition(self, text: str) -> object:
         """The answer of a partition's function to the call `text`."""
         return resolve(parse_call(text), self.partitions, {}, what="partition of clients")
+
+    def sampling(self, text: str) -> object:
+        """The answer of the function of a rule of sampling to the call `text`; `both` takes two rules."""
+        rules = {name: Factory(function) for name, function in self.samplings.items()}
+        return resolve(parse_call(text), self.samplings, {"first": rules, "second": rules}, what="sampling of clients")
 
     def program(self, text: str) -> object:
         """The answer of a scheduled program's function to the call `text`."""
@@ -163,6 +170,7 @@ def names(load: Load) -> Names:
         federated=load("federated.strategies"),
         private=load("federated.privacy"),
         partitions={name: partitions[name] for name in partitions if name != "by"},
+        samplings=load("federated.sampling"),
         scheduled_data=load("data.scheduled"),
         arguments={
             **_arguments(load("collectives"), aggregation, codecs, stragglers),

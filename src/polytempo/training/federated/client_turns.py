@@ -18,11 +18,13 @@ from polytempo.core import Bundle, Codec, EncodeContext, Port
 from polytempo.core.bundle import by_kind
 from polytempo.federated.clients import Client, Clients, Cohorts, clients
 from polytempo.federated.privacy import add_noise_, clip_
+from polytempo.federated.rounds import by_samples
+from polytempo.federated.sampling import Sampling
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.spec.text.catalogue import parse_partition
+from polytempo.spec.text.catalogue import parse_partition, parse_sampling
 from polytempo.training.federated.client_movements import coded, merged_
 from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
@@ -48,7 +50,16 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts:
         raise ValueError("clients have samples with numbers; give pt.Data a data set, not a DataLoader")
     else:
         dealt = clients(train, parse_partition(given), spec.seed)
-    rounds = spec.strategy.rounds
+    rounds, rule = spec.strategy.rounds, spec.options.sampling
+    if rule is not None:
+        if dealt.sampling != Sampling():
+            raise ValueError(f"sampling={rule!r}: the data of job {spec.job.name} have a rule already; leave it out")
+        dealt = Clients(dealt.dataset, dealt.parts, parse_sampling(rule))
+    if dealt.sampling.by_samples and rounds.shares is not by_samples:
+        raise ValueError(
+            f"weighted() lets clients count alike, and {spec.strategy} weighs them by more than their samples; use "
+            "another sampling, or fed_avg()"
+        )
     expected = None if rounds.privacy is None else rounds.privacy.cohort
     return Cohorts(dealt, rounds.number, spec.seed, data.collate, rounds.local.buffering, expected)
 

@@ -187,7 +187,8 @@ async def _weighed_slices(data: Port, context: TrainingContext, number: int, bat
     """The slices, with their shares by the job's weight, or of clients by their samples."""
     rounds, job = context.spec.strategy.rounds, context.job
     if rounds is not None:
-        return await weighed_slices(data, number, batch, len, lambda samples: rounds.shares(samples, rounds.local))
+        counted = context.shard.dataset.counted
+        return await weighed_slices(data, number, batch, counted, lambda samples: rounds.shares(samples, rounds.local))
     return await weighed_slices(data, number, batch, None if job.weight is None else partial(batch_weight, job))
 
 
