@@ -243,6 +243,47 @@ def test_clients_drawn_by_their_samples_count_alike() -> None:
         trained(fed.fed_avg(2), 1, job=job(data=lambda path: pt.Data(dealt, None)), clients=None, sampling=rule)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int) -> None:
+    dealt = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED, test=0.4)
+    assert dealt.test is not None
+    assert len(dealt.test) + sum(dealt.sizes) == len(data())
+    own = job(data=lambda path: pt.Data(dealt, dealt.test), correct=lambda output, target: output.argmax(1) == target)
+    trainer = pt.Trainer(own, fed.fed_avg(2, 1, 4), seed=SEED, steps=3)
+    trainer.fit()
+    held_out = [
+        np.setdiff1d(whole.numpy(), kept.numpy())
+        for whole, kept in zip(fed.by_size(CLIENTS, sigma=0.7)(data().tensors[1], SEED), dealt.parts, strict=True)
+    ]
+    inputs, labels = data().tensors
+    right = (trainer.model(inputs).argmax(1) == labels).double().numpy()
+    expected = [right[rows].mean() for rows in held_out if len(rows)]
+    drawn = {k for number in range(3) for k in Cohorts(dealt, 2, SEED).order(number).tolist()}
+    found = pt.simulate(own, fed.fed_avg(2, 1, 4), workers=workers, seed=SEED, steps=3, eval_every=1).metrics
+    assert found is not None
+    assert found["clients/took_part"] == len(drawn)
+    for name, value in {
+        "min": np.min(expected),
+        "p10": np.quantile(expected, 0.1),
+        "median": np.median(expected),
+        "max": np.max(expected),
+        "mean": np.mean(expected),
+        "std": np.std(expected),
+    }.items():
+        assert found[f"clients/{name}"] == pytest.approx(value, abs=1e-12)
+
+
+def test_tests_of_clients_are_refused_where_no_sample_has_an_answer() -> None:
+    with pytest.raises(ValueError, match="above 0 and below 1"):
+        fed.clients(data(), fed.iid(CLIENTS), test=1.0)
+    with pytest.raises(ValueError, match="no client has a test sample"):
+        fed.clients(data(), fed.iid(60), test=0.4)
+    tests = fed.clients(data(), fed.iid(CLIENTS), test=0.4).test
+    assert tests is not None
+    with pytest.raises(ValueError, match="first dimension"):
+        tests.counts(0, torch.tensor(True), 2)
+
+
 def test_refusals_of_strategies_around_rounds() -> None:
     for inner in (fed.scaffold(), fed.fed_nova(), fed.q_fed_avg()):
         with pytest.raises(Incompatible, match="PT2511"):

@@ -2,6 +2,7 @@
 
 from polytempo.federated import strategies
 from polytempo.federated.arrivals import Arrivals, ClientArrival
+from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
 from polytempo.federated.privacy import private
@@ -28,6 +29,7 @@ __all__ = [
     "Arrivals",
     "Client",
     "ClientArrival",
+    "ClientTests",
     "Clients",
     "Cohorts",
     "FixedPoint",

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from polytempo.core.strategy import Buffering
 from polytempo.core.system.url_path import place
 from polytempo.federated.arrivals import Arrivals
+from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.partitions import Partition
 from polytempo.federated.sampling import Sampling, generator
 
@@ -40,7 +41,13 @@ class PartitionFacts(NamedTuple):
 class Clients(Dataset[Any]):
     """A data set and the numbers of each client's samples; as a data set it is the whole one."""
 
-    def __init__(self, dataset: Dataset[Any], parts: Sequence[Tensor], sampling: Sampling | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        parts: Sequence[Tensor],
+        sampling: Sampling | None = None,
+        test: ClientTests | None = None,
+    ) -> None:
         """ValueError for a client without samples, and for a sample of two clients."""
         length = len(dataset)  # type: ignore[arg-type]
         used = torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.long)
@@ -49,6 +56,8 @@ class Clients(Dataset[Any]):
         if len(used.unique()) != len(used) or int(used.max()) >= length:
             raise ValueError(f"parts of clients must name different samples of 0 to {length - 1}")
         self.dataset, self.parts, self.sampling = dataset, list(parts), sampling or Sampling()
+        self.test = test
+        """Test samples of each client, as one data set for `pt.Data`; None: none were held out."""
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -104,7 +113,13 @@ def _mixtures(counts: Tensor) -> tuple[Tensor, Tensor]:
     return -(own * own.clamp(min=1e-300).log2()).sum(1), (own - whole).abs().sum(1) / 2
 
 
-def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0, sampling: Sampling | None = None) -> Clients:
+def clients(
+    dataset: Dataset[Any],
+    partition: Partition,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+    test: float | None = None,
+) -> Clients:
     """The samples of `dataset` dealt to clients by `partition`; the same for the same seed.
 
         train, test = pt.data.mnist(path)
@@ -112,8 +127,26 @@ def clients(dataset: Dataset[Any], partition: Partition, seed: int = 0, sampling
 
     A job with such training data needs no option `clients`. `sampling` says who can take part in a round, such as
     `pt.federated.day_and_night()` (None: all clients).
+
+    `test`: the part of each client's samples that is held out, drawn from the seed; a client keeps one sample at least.
+    They are `clients(…).test`, a test set for `pt.Data`, with which scores have the spread of clients' accuracies
+    (`clients/median`, `clients/p10`, …) and `clients/took_part`, the clients that have taken part so far:
+
+        dealt = pt.federated.clients(train, pt.federated.dirichlet(100, alpha=0.5), test=0.2)
+        pt.Data(dealt, dealt.test)
     """
-    return Clients(dataset, partition(labels_of(dataset), seed), sampling)
+    parts = partition(labels_of(dataset), seed)
+    if test is None:
+        return Clients(dataset, parts, sampling)
+    if not 0 < test < 1:
+        raise ValueError(f"test={test}: a part of each client's samples is above 0 and below 1")
+    kept, held_out = [], []
+    for number, part in enumerate(parts):
+        order = torch.from_numpy(generator(seed, "tests of clients", number).permutation(len(part)))
+        count = min(len(part) - 1, round(test * len(part)))
+        kept.append(part[order[count:].sort().values])
+        held_out.append(part[order[:count].sort().values])
+    return Clients(dataset, kept, sampling, ClientTests(dataset, held_out))
 
 
 def labels_of(dataset: Dataset[Any]) -> Tensor:
@@ -183,6 +216,8 @@ class Cohorts(Dataset[Client]):
         self._arrivals = None if buffering is None else Arrivals(clients.sizes, size, *buffering, seed)
         if expected is not None and clients.sampling != Sampling():
             raise ValueError("clients of private rounds take part with equal probabilities; give the data no sampling")
+        self._took_part: set[int] = set()
+        self._known_rounds = 0
         self._likely = None if expected is None else expected / len(clients.parts)
 
     def __len__(self) -> int:
@@ -198,6 +233,16 @@ class Cohorts(Dataset[Client]):
     def counted(self, client: Client) -> int:
         """The samples that a client weighs by in its round."""
         return min(1, len(client)) if self.clients.sampling.by_samples else len(client)
+
+    def took_part(self, rounds: int) -> int:
+        """The number of clients in the first `rounds` rounds. Cost: a draw for each round that was not asked before."""
+        if rounds < self._known_rounds:
+            self._took_part, self._known_rounds = set(), 0
+        for number in range(self._known_rounds, rounds):
+            drawn = (self[each] for each in self.order(number).tolist())
+            self._took_part |= {client.number for client in drawn if len(client)}
+        self._known_rounds = rounds
+        return len(self._took_part)
 
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.

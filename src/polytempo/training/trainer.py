@@ -395,7 +395,7 @@ def result_of(
         loss=summary.train_loss if score is None else score.loss,
         accuracy=None if score is None else score.accuracy,
         train_loss=summary.train_loss,
-        metrics=({} if score is None else dict(score.metrics)) | context.spent(summary.steps) or None,
+        metrics=({} if score is None else dict(score.metrics)) | context.of_rounds(summary.steps) or None,
         bytes_sent_per_rank=num_bytes / num_ranks,
         communication_share=communication_share,
         batch_size=context.spec.batch_size,

@@ -54,7 +54,7 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts:
     if rule is not None:
         if dealt.sampling != Sampling():
             raise ValueError(f"sampling={rule!r}: the data of job {spec.job.name} have a rule already; leave it out")
-        dealt = Clients(dealt.dataset, dealt.parts, parse_sampling(rule))
+        dealt = Clients(dealt.dataset, dealt.parts, parse_sampling(rule), dealt.test)
     if dealt.sampling.by_samples and rounds.shares is not by_samples:
         raise ValueError(
             f"weighted() lets clients count alike, and {spec.strategy} weighs them by more than their samples; use "

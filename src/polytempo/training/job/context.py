@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port, Program
+from polytempo.core.strategy import InRounds
 from polytempo.data.shard import DataShard
+from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.privacy import epsilon
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.callbacks.callback import Control
@@ -129,10 +131,18 @@ class TrainingContext:
         """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
         return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
 
-    def spent(self, rounds: int) -> dict[str, float]:
-        """ε and δ after so many rounds of clients with noise, earlier runs' included; else nothing."""
+    def of_rounds(self, rounds: int) -> dict[str, float]:
+        """Facts after so many rounds, earlier runs' included: ε and δ of clients with noise, and the number of clients
+        that took part where their tests are scored."""
         meeting = self.spec.strategy.rounds
-        if meeting is None or meeting.privacy is None or not meeting.is_noisy:
+        if meeting is None:
+            return {}
+        tested = isinstance(self.data.test, ClientTests)
+        found = {"clients/took_part": float(self.shard.dataset.took_part(rounds))} if tested else {}
+        return found | self._spent(meeting, rounds)
+
+    def _spent(self, meeting: InRounds, rounds: int) -> dict[str, float]:
+        if meeting.privacy is None or not meeting.is_noisy:
             return {}
         clients = len(self.shard.dataset.clients.parts)
         return {"epsilon": epsilon(meeting.privacy, clients, rounds), "delta": meeting.privacy.delta}

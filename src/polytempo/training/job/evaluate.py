@@ -21,6 +21,7 @@ from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.mover import BatchMover
+from polytempo.federated.client_tests import ClientTests, spread
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
@@ -63,6 +64,8 @@ class Evaluation:
         self._job = job
         self._test = SampleBatches(data.test, data.collate, "a test set")
         self.length = self._test.length
+        self._clients = data.test if isinstance(data.test, ClientTests) else None
+        self._numbers = 4 + 2 * (0 if self._clients is None else self._clients.num_clients)
         self._model = copied_modules(model).eval()
         self._mover = BatchMover(next((p.device for p in model.parameters()), None))
         self.metrics = Metrics(job.metrics)
@@ -80,7 +83,8 @@ class Evaluation:
             install(self._model, dtype_of(precision))
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
-        """[the loss's divisor, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
+        """[the loss's divisor, its sum, right ones, predictions] of `rank`'s part of the test set, float64; then right
+        ones of each client and predictions of each, where the test set is clients'.
 
         `tensors`: the parameters and buffers to score, by name. They are not written to. `metrics` have seen that part
         then, and nothing else.
@@ -91,12 +95,13 @@ class Evaluation:
 
     def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
         """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
-        sums = torch.zeros(parts, 4, dtype=torch.float64)
+        sums = torch.zeros(parts, self._numbers, dtype=torch.float64)
         self.metrics.begin()
         with self._lent(tensors):
             for part in range(self._scorers(parts)):
                 sums[part] = self._sums(part, parts)
-        score = means(sums.sum(0))._replace(metrics=self.metrics.of([self.metrics.seen]))
+        score = means(sums.sum(0))
+        score = score._replace(metrics={**score.metrics, **self.metrics.of([self.metrics.seen])})
         return joined(score, {name: each.score(tensors, parts) for name, each in self.more.items()})
 
     @property
@@ -109,7 +114,7 @@ class Evaluation:
 
     def _sums(self, rank: int, size: int) -> Tensor:
         scorers = self._scorers(size)
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums = torch.zeros(self._numbers, dtype=torch.float64)
         if rank >= scorers:
             return sums
         start, stop = (self.length * r // scorers for r in (rank, rank + 1))
@@ -121,7 +126,10 @@ class Evaluation:
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
                 weight = part_weight(self._job, batch, samples)
                 total = float(loss) * weight if weight else 0.0
-                sums += torch.tensor([weight, total, *counts], dtype=torch.float64)
+                sums[:4] += torch.tensor([weight, total, *counts], dtype=torch.float64)
+                if self._clients is not None and right is not None:
+                    sums[4:] += self._clients.counts(start, right, samples).flatten()
+                start += samples
         return sums
 
     @contextmanager
@@ -144,7 +152,7 @@ async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Ten
     """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
     score = means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
     if evaluation.measures:
-        score = score._replace(metrics=await evaluation.metrics.gathered(port))
+        score = score._replace(metrics={**score.metrics, **await evaluation.metrics.gathered(port)})
     return joined(score, {name: await evaluate(port, each, tensors) for name, each in evaluation.more.items()})
 
 
@@ -167,9 +175,9 @@ async def of_first_part(model: Port, score: Score) -> Score:
 
 def means(sums: Tensor) -> Score:
     """The score from `Evaluation.sums`, added up over all parts."""
-    divisor, total_loss, num_correct, num_predictions = sums.tolist()
+    divisor, total_loss, num_correct, num_predictions = sums[:4].tolist()
     accuracy = num_correct / num_predictions if num_predictions else None
-    return Score(total_loss / (divisor or 1), accuracy)
+    return Score(total_loss / (divisor or 1), accuracy, spread(sums[4:].reshape(2, len(sums[4:]) // 2)))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

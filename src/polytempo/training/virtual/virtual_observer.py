@@ -200,6 +200,6 @@ class VirtualObserver:
         self._newest = moment.step, score
         if isinstance(context.scheduler, Plateau):
             self._agreed[moment.step] = score
-        self.record(moment.row("test") | score.row() | context.spent(moment.step))
+        self.record(moment.row("test") | score.row() | context.of_rounds(moment.step))
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1
