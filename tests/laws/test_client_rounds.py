@@ -5,6 +5,7 @@ Float64 against plain loops. Seeds are literals.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -244,7 +245,7 @@ def test_clients_drawn_by_their_samples_count_alike() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int) -> None:
+def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int, tmp_path: Path) -> None:
     dealt = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED, test=0.4)
     assert dealt.test is not None
     assert len(dealt.test) + sum(dealt.sizes) == len(data())
@@ -259,9 +260,14 @@ def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int) -> No
     right = (trainer.model(inputs).argmax(1) == labels).double().numpy()
     expected = [right[rows].mean() for rows in held_out if len(rows)]
     drawn = {k for number in range(3) for k in Cohorts(dealt, 2, SEED).order(number).tolist()}
-    found = pt.simulate(own, fed.fed_avg(2, 1, 4), workers=workers, seed=SEED, steps=3, eval_every=1).metrics
+    found = pt.simulate(
+        own, fed.fed_avg(2, 1, 4), workers=workers, seed=SEED, steps=3, eval_every=1, out=tmp_path
+    ).metrics
     assert found is not None
     assert found["clients/took_part"] == len(drawn)
+    logged = [row for row in map(json.loads, (tmp_path / "metrics.jsonl").open()) if row["kind"] == "log"]
+    assert [row["step"] for row in logged] == [1, 2, 3]
+    assert logged[-1]["values"] == found
     for name, value in {
         "min": np.min(expected),
         "p10": np.quantile(expected, 0.1),

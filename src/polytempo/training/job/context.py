@@ -15,6 +15,7 @@ from polytempo.data.shard import DataShard
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.privacy import epsilon
 from polytempo.large_batch.weight_average import WeightAverage
+from polytempo.report.status.records import Logged, row_of
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.run_options import RunOptions
@@ -130,6 +131,13 @@ class TrainingContext:
     def scored(self) -> dict[str, Tensor]:
         """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
         return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
+
+    def score_rows(self, moment: Moment, score: Score) -> list[dict[str, Any]]:
+        """The rows of a score: its own, and the spread of clients' accuracies as numbers that pages draw."""
+        row = score.row() | self.of_rounds(moment.step)
+        spread = {name: value for name, value in row.items() if name.startswith("clients/") and value is not None}
+        rows = [moment.row("test") | {name: value for name, value in row.items() if name not in spread}]
+        return rows + ([row_of(Logged(step=moment.step, values=spread))] if spread else [])
 
     def of_rounds(self, rounds: int) -> dict[str, float]:
         """Facts after so many rounds, earlier runs' included: ε and δ of clients with noise, and the number of clients

@@ -115,7 +115,8 @@ class CollectiveObserver:
     def _scored(self, port: Port, context: TrainingContext, moment: Moment, score: Score) -> None:
         self._newest, self._reached = (moment.step, score), meets(score, context.options)
         if port.rank == 0:
-            context.record(moment.row("test") | score.row() | context.of_rounds(moment.step))
+            for row in context.score_rows(moment, score):
+                context.record(row)
 
     async def _outside(self, port: Port, kind: str, what: Program[T]) -> T:
         """Do `what` off the clock, with a line of that kind in the trace. It begins when all ranks are here: waiting

@@ -200,6 +200,7 @@ class VirtualObserver:
         self._newest = moment.step, score
         if isinstance(context.scheduler, Plateau):
             self._agreed[moment.step] = score
-        self.record(moment.row("test") | score.row() | context.of_rounds(moment.step))
+        for row in context.score_rows(moment, score):
+            self.record(row)
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1
