@@ -182,6 +182,8 @@ def test_arrivals() -> None:
     assert {each.age for number in range(20) for each in alone.buffer(number)} == {0}
     with pytest.raises(ValueError, match="smaller cohort"):
         fed.Arrivals(sizes, 20, 11, oldest, 1.0, seed=2)
+    times = [fed.Arrivals(sizes, 4, 9, oldest, 1.0, 2, lost).buffer(40)[-1].at for lost in (0.0, 0.5)]
+    assert 1.6 < times[1] / times[0] < 2.4
 
 
 def test_sampling_of_clients() -> None:
@@ -202,6 +204,11 @@ def test_sampling_of_clients() -> None:
     uneven = [1] * 20 + [100] * 20
     first_ones = [fed.over_selected(1.0, sigma=0.0).drawn(uneven, 10, SEED, number) for number in range(50)]
     assert np.mean(np.concatenate(first_ones) < 20) > 0.8
+    quick, slow = (
+        np.mean([rule.duration(sizes, 10, SEED, number) for number in range(50)])
+        for rule in (fed.over_selected(0.5), fed.Sampling())
+    )
+    assert quick < 0.8 * slow
     with pytest.raises(ValueError, match="smaller cohort"):
         fed.drop_outs(0.99).drawn([1] * 4, 4, SEED, 0)
 

@@ -107,6 +107,8 @@ class Buffering(NamedTuple):
     """The largest age of a model that counts, in updates."""
     sigma: float
     """The spread of clients' times."""
+    lost: float
+    """The probability that a client's movement never arrives."""
 
 
 class LocalTraining(NamedTuple):

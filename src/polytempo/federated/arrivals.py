@@ -32,17 +32,27 @@ class Arrivals:
     """The buffers of a server that has `concurrency` clients in training at any time, and updates by `size` arrivals.
 
     A client begins when another arrives, with the newest model: drawn from those not in training and not in the buffer.
-    Arrivals older than `oldest` updates are thrown away. Cost: memory and time for each buffer up to the asked one.
+    Arrivals older than `oldest` updates are thrown away, and so are others with probability `lost`.
+    Cost: memory and time for each buffer up to the asked one.
     """
 
-    def __init__(self, sizes: Sequence[int], size: int, concurrency: int, oldest: int, sigma: float, seed: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        size: int,
+        concurrency: int,
+        oldest: int,
+        sigma: float,
+        seed: int,
+        lost: float = 0.0,
+    ) -> None:
         """ValueError for fewer clients than are in training and in a buffer together."""
         if len(sizes) < size + concurrency:
             raise ValueError(
                 f"{concurrency} clients in training and {size} in a buffer are more than the {len(sizes)} that there "
                 "are; give a smaller cohort or concurrency"
             )
-        self._size, self._oldest, self._sigma = size, oldest, sigma
+        self._size, self._oldest, self._sigma, self._lost = size, oldest, sigma, lost
         self._random, self._times = generator(seed, "arrivals"), durations(sizes, sigma, seed)
         self._free = list(range(len(sizes)))
         self._training: list[tuple[float, int, int, int]] = []
@@ -68,7 +78,7 @@ class Arrivals:
         while len(found) < self._size:
             now, _, client, version = heapq.heappop(self._training)
             age = len(self._buffers) - version
-            if age > self._oldest:
+            if age > self._oldest or (self._lost and self._random.random() < self._lost):
                 self._free.append(client)
             else:
                 found.append(ClientArrival(client, age, now))

@@ -213,7 +213,9 @@ class Cohorts(Dataset[Client]):
             raise ValueError(
                 "an asynchronous server draws its clients itself; give the data no sampling, or use fed_avg()"
             )
-        self._arrivals = None if buffering is None else Arrivals(clients.sizes, size, *buffering, seed)
+        self._arrivals = (
+            None if buffering is None else Arrivals(clients.sizes, size, *buffering[:3], seed, buffering.lost)
+        )
         if expected is not None and clients.sampling != Sampling():
             raise ValueError("clients of private rounds take part with equal probabilities; give the data no sampling")
         self._took_part: set[int] = set()

@@ -36,25 +36,30 @@ class Sampling(NamedTuple):
 
         Where too few are there, the server waits round by round until there are enough. ValueError after 1,000 waits.
         """
-        random, asked = generator(seed, "cohort", round_number), -int(-cohort * (1 + self.extra) // 1)
-        if self == Sampling():
-            return random.choice(len(sizes), cohort, replace=False)
-        likely = np.asarray(sizes, dtype=np.float64) if self.by_samples else np.ones(len(sizes))
-        for moment in range(round_number, round_number + _MOST_WAITS):
+        return self._round(sizes, cohort, seed, round_number)[0]
+
+    def duration(self, sizes: Sequence[int], cohort: int, seed: int, round_number: int) -> float:
+        """The time from a round's begin to its last answer that counts, in units of a sample's training on the median
+        client, as `Arrivals` has them for an asynchronous server. Waits for clients that are away are not in it."""
+        return self._round(sizes, cohort, seed, round_number)[1]
+
+    def _round(self, sizes: Sequence[int], cohort: int, seed: int, number: int) -> tuple[NDArray[np.int64], float]:
+        random, asked = generator(seed, "cohort", number), -int(-cohort * (1 + self.extra) // 1)
+        likely = np.asarray(sizes, dtype=np.float64) if self.by_samples else None
+        for moment in range(number, number + _MOST_WAITS):
             there = np.ones(len(sizes), dtype=bool)
             for presence in self.presences:
                 there &= presence(len(sizes), moment, seed)
             if there.sum() >= cohort:
                 present = np.flatnonzero(there)
-                odds = likely[present] / likely[present].sum() if self.by_samples else None
+                odds = None if likely is None else likely[present] / likely[present].sum()
                 chosen = random.choice(present, min(asked, len(present)), replace=False, p=odds)
-                if len(chosen) == cohort:
-                    return chosen
                 seconds = durations(sizes, self.sigma, seed)[chosen]
                 seconds = seconds * np.exp(self.sigma * random.standard_normal(len(chosen)))
-                return chosen[np.sort(np.argsort(seconds, kind="stable")[:cohort])]
+                first = np.sort(np.argsort(seconds, kind="stable")[:cohort])
+                return chosen[first], float(seconds[first].max())
         raise ValueError(
-            f"in {_MOST_WAITS} rounds from round {round_number} there were never {cohort} clients at a time; use a "
+            f"in {_MOST_WAITS} rounds from round {number} there were never {cohort} clients at a time; use a "
             "smaller cohort, or clients that are there more often"
         )
 
