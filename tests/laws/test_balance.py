@@ -328,6 +328,47 @@ def test_a_loop_of_a_user() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("paces")
+def test_a_loop_of_a_user_on_data_in_shards() -> None:
+    """Other parts of a global batch deal the rest of the stretches again: each sample once an epoch, and the model of
+    plain torch on the joined batches."""
+    numbers = [(torch.tensor([number / 96], dtype=torch.float64),) for number in range(96)]
+    data = pt.data.InMemoryShards([numbers[:50], numbers[50:61], numbers[61:]]).shuffled(buffer=16, interleave=2)
+
+    def net_of() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Linear(1, 1).double()
+        return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (net(x) - 3 * x).square().mean().backward()
+        optimizer.step()
+
+    def trained(world: ProcessWorld) -> tuple[list[list[float]], list[float]]:
+        net, optimizer = net_of()
+        handle = pt.attach(net, optimizer, s.sync_sgd())
+        shard, seen = pt.shard(data, batch_size=12, balance="speed"), []
+        for _ in range(3):
+            for (x,) in shard:
+                seen.append(x.flatten().tolist())
+                step(net, optimizer, x)
+        handle.detach()
+        return seen, [p.item() for p in net.parameters()]
+
+    (first, model), (second, other) = together(2, trained, timeout_s=100)
+    assert [len(batch) for batch in first] == [12] * 5 + [15] * 4 + [17] * 3
+    assert [len(batch) for batch in second] == [12] * 5 + [9] * 4 + [7] * 3
+    joined = [[*one, *two] for one, two in zip(first, second, strict=True)]
+    for epoch in range(0, 12, 4):
+        assert sorted(x for batch in joined[epoch : epoch + 4] for x in batch) == [number / 96 for number in range(96)]
+    net, optimizer = net_of()
+    for batch in joined:
+        step(net, optimizer, torch.tensor(batch, dtype=torch.float64).unsqueeze(1))
+    assert model == other == pytest.approx([p.item() for p in net.parameters()], rel=1e-12)
+
+
+@pytest.mark.process
 def test_refusals_in_loops() -> None:
     def work(world: ProcessWorld) -> list[str]:
         said = []
