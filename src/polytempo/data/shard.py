@@ -37,6 +37,7 @@ from polytempo.data.spans import PlaceSpan, num_places, parted
 from polytempo.data.streams.lane_reader import LaneLoaders
 from polytempo.data.streams.lanes import Lanes
 from polytempo.data.streams.sharded_data import ShardedData
+from polytempo.data.streams.stream_pieces import Agree, StreamPieces, pieces_of
 from polytempo.data.streams.unsized import from_stream
 
 
@@ -88,13 +89,15 @@ class DataShard:
         micro_batches: int = 1,
         device: torch.device | None = None,
         order: Callable[[int], Tensor] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
         `global_batch_size` counts all ranks' samples, and overrides `batch_size`. `gathered` is shared by ranks of one
         process: a batch is then a window into it, where tensors in memory are dealt whole. `device`: batches are moved
         there (None: they stay), of tensors in memory one ahead; reading others may draw random numbers for its step.
-        `order`: the items of an epoch, in place of a permutation.
+        `order`: the items of an epoch, in place of a permutation. `agree`: hands each rank's numbers to all, in each
+        step; ranks then read a stream with shards in parts.
         """
         if global_batch_size is not None:
             batch_size = -(-global_batch_size // size)
@@ -120,6 +123,8 @@ class DataShard:
         """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
+        pieces = [] if agree is None or self.num_samples is not None else pieces_of(self._source.dataset)
+        self._pieces = StreamPieces(self._source, pieces, rank, size, agree) if pieces and agree is not None else None
         self._check()
         self.shares: Shares | None = None
         """The proportion of the ranks' parts of each global batch; None: equal parts. See `deal`."""
@@ -209,7 +214,7 @@ class DataShard:
             yield from self._rest()
             self._anew = self._anew and (self.consumed != self.num_samples or bool(self.left))
         self.epoch += 1
-        self.consumed = 0
+        self._begin()
 
     def _rest(self) -> Iterator[Any]:
         """The rest of the epoch, or its batches until `deal` changes the shares."""
@@ -310,7 +315,18 @@ class DataShard:
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"the epoch is {epoch!r}; epochs are whole numbers, counted from 0")
         if epoch != self.epoch:
-            self.epoch, self.consumed, self.left = epoch, 0, []
+            self.epoch, self.left = epoch, []
+            self._begin()
+
+    def _begin(self) -> None:
+        self.consumed = 0
+        if self._pieces is not None:
+            self._pieces.begin()
+
+    @property
+    def reads_all(self) -> bool:
+        """True if each rank reads a stream from its begin to its end."""
+        return self.num_samples is None and self._pieces is None
 
     def _follow_sampler(self) -> None:
         named = sampler_epoch(self._source)
@@ -354,6 +370,7 @@ class DataShard:
         place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
         place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
         place |= {} if self._lanes is None else {"order": self._lanes.order}
+        place |= {} if self._pieces is None else {"pieces": [[*each] for each in self._pieces.left.items()]}
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -374,7 +391,11 @@ class DataShard:
             raise ValueError(
                 f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged"
             )
+        if (self._pieces is None) is not (state.get("pieces") is None):
+            raise ValueError("the saved position is of a stream in parts, or this one is; go on with the same data")
         self.epoch, self.consumed = epoch, consumed
+        if self._pieces is not None:
+            self._pieces.left = dict(state["pieces"])
         self.left = [PlaceSpan(*span) for span in state.get("left", [])]
         shares = tuple(state.get("shares", ()))
         self.deal(shares if self.balanced and len(shares) == self.size else None)
@@ -388,6 +409,8 @@ class DataShard:
         return ((step, self._mover.moved(batch)) for step, batch in self._batches())
 
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
+        if self._pieces is not None:
+            return self._pieces.batches(self.consumed)
         if self.num_samples is None:
             return from_stream(self._source, self.consumed, self.size, self.rank)
         batches = global_batches(self.num_samples - self.consumed, self.global_batch_size, self._parts)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
+from polytempo.core import Port
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.shard import DataShard
 from polytempo.spec.batch_weight import BatchWeight, weight_of
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.model.ports import Ports, ports_of
+from polytempo.training.observe.user_log import user_log
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, current
 
@@ -38,11 +41,14 @@ class WorldShard:
         ranks: tuple[int, ...],
         weigh: BatchWeight | None = None,
         balance: Literal["equal", "speed"] = "equal",
+        note: str = "",
     ) -> None:
-        """`ranks`: the ranks with batches of their own. `weigh`: the weight of a batch; None: its samples."""
+        """`ranks`: the ranks with batches of their own. `weigh`: the weight of a batch; None: its samples. `note`: a
+        text for the run's stream."""
         self._world, self._ranks, self._weigh = world, ranks, weigh
         self._by_speed = balance == "speed"
         self._balance: SpeedBalance | None = None
+        self._note = note
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,6 +64,9 @@ class WorldShard:
             return
         if self._by_speed:
             self._world.dealing = self
+        if self._note:
+            user_log().log_text("data", self._note)
+            self._note = ""
         begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
@@ -171,6 +180,10 @@ def shard(
     the equal part; the gradients' mean stays exact. A loop that takes batches ahead takes equally many on all ranks.
     `Incompatible` (PT15xx) for streams, and at the first step for strategies without such a mean.
 
+    A stream (`IterableDataset`) with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face, is read in
+    parts, each shard by one rank; ranks must take batches equally often. Of another stream each rank reads all, which a
+    note says.
+
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
     for all when the server has every batch. A batch is then read when it is asked for, in this process.
@@ -180,15 +193,26 @@ def shard(
     """
     world = world or current()
     data = ports_of(world.port).data
-    inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
+
+    def agree(row: Sequence[int]) -> list[list[int]]:
+        return world.drive(_gathered(data, row))
+
+    inner = DataShard(
+        source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle, agree=agree
+    )
     if balance not in _BALANCES:
         raise ValueError(f"balance={balance!r}: must be one of {', '.join(map(repr, _BALANCES))}")
     if balance == "speed" and inner.num_samples is None:
         refuse({"balance", "stream"})
-    if inner.num_samples is None and data.size > 1 and data.rank == 0:
-        print(
-            f"note: each of {data.size} ranks reads all of this stream; pt.data.counted(stream) makes shards of it, "
-            "which ranks read in parts",
-            file=sys.stderr,
+    note = ""
+    if inner.reads_all and data.size > 1 and data.rank == 0:
+        note = (
+            f"each of {data.size} ranks reads all of this stream; pt.data.counted([stream, …]) or a stream with "
+            "num_shards and shard(num_shards=, index=) is read in parts"
         )
-    return WorldShard(world, inner, data.members, weight, balance)
+        print(f"note: {note}", file=sys.stderr)
+    return WorldShard(world, inner, data.members, weight, balance, note)
+
+
+async def _gathered(data: Port, row: Sequence[int]) -> list[list[int]]:
+    return [each.tolist() for each in await data.all_gather(torch.tensor(row))]

@@ -1,0 +1,98 @@
+"""`StreamPieces`: a stream without a length in pieces, which ranks read in parts.
+
+pieces      0 ━━━━━━━  1 ━━━  2 ━━━━━  3 ━━━━━━━━━      lengths are unknown
+rank 0      0 ━━━━━━━  2 ━━━━━                          its pieces one after the other, a batch a step
+rank 1      1 ━━━  3 ━━━━━━━━━
+each step   (samples, pieces used up, place in the present one) of each rank ── to all ──▶ a stand-in, or the end
+
+So all ranks make equally many steps, know what is left of each piece, and any number of ranks can go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+from polytempo.data.plan import Pick, check_enough
+from polytempo.data.source import Source, worker_settings
+
+Agree = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+"""agree(row): the rows of all ranks, each of 3 whole numbers. All ranks call it equally often."""
+
+
+def pieces_of(dataset: Any) -> list[Iterable[Any]]:
+    """The pieces of a stream with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face; else none."""
+    number = getattr(dataset, "num_shards", None)
+    if not isinstance(number, int) or number < 2 or not hasattr(dataset, "shard"):
+        return []
+    return [dataset.shard(num_shards=number, index=index) for index in range(number)]
+
+
+class StreamPieces:
+    """One rank's batches of the pieces. Each piece is read by one rank, by at most one worker process at a time.
+
+    Cost: 24 bytes a rank in each step. Pieces of unequal sizes end at different steps: a rank without samples then
+    takes part with a copy that counts nothing, so have many pieces for each rank.
+    """
+
+    def __init__(self, source: Source, pieces: Sequence[Iterable[Any]], rank: int, size: int, agree: Agree) -> None:
+        self._source, self._pieces, self._rank, self._size, self._agree = source, pieces, rank, size, agree
+        self.left: dict[int, int] = {}
+        """Pieces that are not used up, and the samples of each that have been handed out."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self.left = dict.fromkeys(range(len(self._pieces)), 0)
+
+    def batches(self, consumed: int) -> Iterator[tuple[Pick, Any]]:
+        """This rank's batches of what is left. ValueError for a stream with fewer samples than ranks."""
+        source, begun, size = self._source, dict(self.left), self._size
+        collate = default_collate if source.loader is None else source.loader.collate_fn
+        owned = [list(begun)[rank::size] for rank in range(size)]
+        mine, ended, place = owned[self._rank], 0, begun.get(next(iter(owned[self._rank]), -1), 0)
+        samples = (each for piece in mine for each in chain(self._rest(piece, begun[piece]), (_END,)))
+        instead: list[Any] = []
+        while True:
+            taken: list[Any] = []
+            for sample in samples:
+                if sample is _END:
+                    ended += 1
+                    place = begun[mine[ended]] if ended < len(mine) else 0
+                    continue
+                taken.append(sample)
+                place += 1
+                if len(taken) == source.batch_size:
+                    break
+            rows = self._agree((len(taken), ended, place))
+            total = sum(row[0] for row in rows)
+            if not total:
+                check_enough(consumed, 1 if consumed else size)
+                return
+            self.left = {
+                piece: row[2] if number == 0 else begun[piece]
+                for own, row in zip(owned, rows, strict=True)
+                for number, piece in enumerate(own[row[1] :])
+            }
+            self.left = dict(sorted(self.left.items()))
+            instead = taken[:1] or instead or list(islice(chain.from_iterable(self._pieces), 1))
+            yield Pick(consumed, consumed + max(1, len(taken)), len(taken), total), collate(taken or instead)
+            consumed += total
+
+    def _rest(self, piece: int, place: int) -> Iterator[Any]:
+        """The samples of a piece from `place` on."""
+        found: Iterable[Any] = self._pieces[piece]
+        if self._source.loader is not None and self._source.loader.num_workers:
+            settings = worker_settings(self._source.loader) | {"num_workers": 1, "persistent_workers": False}
+            found = DataLoader(found, batch_size=None, collate_fn=_as_it_is, **settings)  # type: ignore[arg-type]
+        return islice(iter(found), place, None)
+
+
+_END = object()
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
