@@ -40,7 +40,7 @@ def job() -> pt.Job:
 
 def one(name: str, clients: int, rounds: int) -> None:
     """A run in this process: print a row."""
-    strategy = {"fed_avg": fed.fed_avg, "scaffold": fed.scaffold}[name](COHORT, batch_size=10)
+    strategy = {"fed_avg": fed.fed_avg, "scaffold": fed.scaffold}[name](COHORT, batch_size=100)
     begin_s = time.perf_counter()
     pt.run(job(), strategy, workers=2, clients=f"iid({clients})", steps=rounds)
     took_s = time.perf_counter() - begin_s

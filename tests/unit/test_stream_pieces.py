@@ -14,7 +14,7 @@ from polytempo.data.shard import DataShard
 
 
 class Pieces(IterableDataset[int]):
-    """Numbers in pieces, with the interface of Hugging Face's streaming data sets. Counts what is read."""
+    """Numbers in pieces, with the interface of Hugging Face's streaming data sets. Counts its reads."""
 
     def __init__(self, pieces: Sequence[Sequence[int]]) -> None:
         self.pieces, self.read = pieces, 0

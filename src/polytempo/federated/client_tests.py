@@ -54,7 +54,7 @@ def spread(counts: Tensor) -> dict[str, float]:
     """The distribution of the accuracies of clients that have test samples, from `ClientTests.counts` of all of them.
 
     `clients/min`, `/p10`, `/median`, `/p90`, `/max`: quantiles over clients; `/mean`: the mean, where each client
-    counts alike; `/std`: the standard deviation, in which a fairer model has less. Empty without predictions.
+    counts alike; `/std`: the standard deviation, smaller for a fairer model. Empty without predictions.
     """
     right, number = counts
     accuracies = right[number > 0] / number[number > 0]

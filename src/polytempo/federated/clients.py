@@ -129,7 +129,7 @@ def clients(
     `pt.federated.day_and_night()` (None: all clients).
 
     `test`: the part of each client's samples that is held out, drawn from the seed; a client keeps one sample at least.
-    They are `clients(…).test`, a test set for `pt.Data`, with which scores have the spread of clients' accuracies
+    They are `clients(…).test`, a test set for `pt.Data`. Scores then have the spread of clients' accuracies
     (`clients/median`, `clients/p10`, …) and `clients/took_part`, the clients that have taken part so far:
 
         dealt = pt.federated.clients(train, pt.federated.dirichlet(100, alpha=0.5), test=0.2)

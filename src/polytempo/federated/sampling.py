@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
     extra: float = 0.0
     sigma: float = 1.0
     by_samples: bool = False
-    """True: clients are drawn by their samples, and those of a round count alike."""
+    """True: clients are drawn by their samples, and a round's clients count alike."""
 
     def drawn(self, sizes: Sequence[int], cohort: int, seed: int, round_number: int) -> NDArray[np.int64]:
         """The clients of a round, all different, shape (cohort,): a pure function of its arguments.
@@ -106,7 +106,7 @@ def over_selected(extra: float = 0.3, sigma: float = 1.0) -> Sampling:
 
 
 def weighted() -> Sampling:
-    """Clients are drawn one after the other, without repetition, each by its samples among those that are left.
+    """Clients are drawn one after the other, without repetition, each by its samples.
 
     The clients of a round then count alike, where `fed_avg` would weigh them by their samples: large clients take part
     more often instead. With few clients of many in a round the mean over rounds is nearly the one of `fed_avg` with all

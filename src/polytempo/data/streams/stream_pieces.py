@@ -5,7 +5,7 @@ rank 0      0 ━━━━━━━  2 ━━━━━                          
 rank 1      1 ━━━  3 ━━━━━━━━━
 each step   (samples, pieces used up, place in the present one) of each rank ── to all ──▶ a stand-in, or the end
 
-So all ranks make equally many steps, know what is left of each piece, and any number of ranks can go on from there.
+So all ranks make equally many steps, know the rest of each piece, and any number of ranks can go on from there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamPieces:
         self.left = dict.fromkeys(range(len(self._pieces)), 0)
 
     def batches(self, consumed: int) -> Iterator[tuple[Pick, Any]]:
-        """This rank's batches of what is left. ValueError for a stream with fewer samples than ranks."""
+        """This rank's batches of the rests. ValueError for a stream with fewer samples than ranks."""
         source, begun, size = self._source, dict(self.left), self._size
         collate = default_collate if source.loader is None else source.loader.collate_fn
         owned = [list(begun)[rank::size] for rank in range(size)]

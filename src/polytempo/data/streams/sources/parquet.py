@@ -113,7 +113,7 @@ class Parquet(ShardedData):
         return self._held[file]
 
     def _span(self, group: Any) -> int:
-        """The bytes of a small group that are read at once; 0: its columns are read one by one."""
+        """The bytes of a small group, which one request reads; 0: its columns are read one by one."""
         columns = [group.column(number) for number in range(group.num_columns)]
         wanted = [
             each for each in columns if self._columns is None or each.path_in_schema.split(".")[0] in self._columns
