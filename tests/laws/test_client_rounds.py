@@ -272,7 +272,8 @@ def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int, tmp_p
     ).metrics
     assert found is not None
     assert found["clients/took_part"] == len(drawn)
-    logged = [row for row in map(json.loads, (tmp_path / "metrics.jsonl").open()) if row["kind"] == "log"]
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    logged = [row for row in rows if row["kind"] == "log"]
     assert [row["step"] for row in logged] == [1, 2, 3]
     assert logged[-1]["values"] == found
     for name, value in {

@@ -37,7 +37,7 @@ from polytempo.data.spans import PlaceSpan, num_places, parted
 from polytempo.data.streams.lane_reader import LaneLoaders
 from polytempo.data.streams.lanes import Lanes
 from polytempo.data.streams.sharded_data import ShardedData
-from polytempo.data.streams.stream_pieces import Agree, StreamPieces, pieces_of
+from polytempo.data.streams.stream_pieces import Agree, in_pieces
 from polytempo.data.streams.unsized import from_stream
 
 
@@ -123,8 +123,7 @@ class DataShard:
         """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
-        pieces = [] if agree is None or self.num_samples is not None else pieces_of(self._source.dataset)
-        self._pieces = StreamPieces(self._source, pieces, rank, size, agree) if pieces and agree is not None else None
+        self._pieces = None if agree is None else in_pieces(self._source, rank, size, agree)
         self._check()
         self.shares: Shares | None = None
         """The proportion of the ranks' parts of each global batch; None: equal parts. See `deal`."""
@@ -137,8 +136,7 @@ class DataShard:
         self.epoch = 0
         self.consumed = 0
         """Samples of this epoch that have been handed out, over all ranks."""
-        self.local_samples = 0
-        self.global_samples = 0
+        self.local_samples = self.global_samples = 0
         self.following = 0
         """Micro-batches of the present batch that have not been handed out yet."""
         self._left: list[PlaceSpan] | Callable[[], list[PlaceSpan]] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from polytempo.data.plan import Pick, check_enough
 from polytempo.data.source import Source, worker_settings
@@ -23,12 +23,14 @@ Agree = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """agree(row): the rows of all ranks, each of 3 whole numbers. All ranks call it equally often."""
 
 
-def pieces_of(dataset: Any) -> list[Iterable[Any]]:
-    """The pieces of a stream with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face; else none."""
-    number = getattr(dataset, "num_shards", None)
+def in_pieces(source: Source, rank: int, size: int, agree: Agree) -> StreamPieces | None:
+    """The pieces of a stream with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face; else None."""
+    dataset: Any = source.dataset
+    number = getattr(dataset, "num_shards", None) if isinstance(dataset, IterableDataset) else None
     if not isinstance(number, int) or number < 2 or not hasattr(dataset, "shard"):
-        return []
-    return [dataset.shard(num_shards=number, index=index) for index in range(number)]
+        return None
+    pieces = [dataset.shard(num_shards=number, index=index) for index in range(number)]
+    return StreamPieces(source, pieces, rank, size, agree)
 
 
 class StreamPieces:
