@@ -53,7 +53,7 @@ def dealt(pieces: Sequence[Sequence[int]], size: int, steps: int, state: Any = N
             shard.load_state_dict(state)
         assert not shard.reads_all
         seen, shares = list[int](), list[float | None]()
-        for batch, _ in zip(shard, range(steps), strict=False):
+        for _, batch in zip(range(steps), shard, strict=False):
             seen += batch[: shard.local_samples].tolist()
             shares.append(shard.share)
         read = sum(piece.read for piece in shard._pieces._pieces)  # type: ignore[union-attr, attr-defined]
