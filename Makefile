@@ -10,6 +10,9 @@ PYTEST := $(BIN)/python -m pytest
 INTEGRATIONS := .venv-integrations
 ENGINES := .venv-engines
 
+# Each of the thousands of processes that the tests start would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests of the report need a browser. CI installs one and leaves out nothing; so does a machine that has one.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome \
 	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
@@ -87,7 +90,7 @@ demo: install ## train digits with seven strategies and two real workers each; p
 test: install lint ## lint, types and every law on some of its cases (aims at five minutes)
 	BUDGET=test $(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(LATER))
 
-# all: every case of every test; ci: some of them, where a test has more than eight.
+# all: every case of every test; ci: some of them, where a test has more than six.
 CASES ?= all
 
 test-all: install lint ## everything: all cases, whole runs, the native core with sanitizers and as a wheel (an hour); CASES=ci as CI does it

@@ -27,13 +27,13 @@ def together(
     num_ranks: int,
     work: Callable[[ProcessWorld], Result],
     *,
-    timeout_s: float = 40,
+    timeout_s: float = 100,
     mesh: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """The value of `work(world)` on each of `num_ranks` processes, in the order of ranks."""
 
     def serve(rank_info: RankInfo) -> Result:
-        return work(init(timeout_s=20, quiet=True, mesh=mesh))
+        return work(init(timeout_s=60, quiet=True, mesh=mesh))
 
     return launch(serve, num_ranks, threads=1, timeout_s=timeout_s)
 
