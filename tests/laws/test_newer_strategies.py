@@ -179,7 +179,7 @@ def test_des_loc_whose_moments_never_meet_is_local_sgd() -> None:
 
 
 def test_moments_meet_at_times_of_their_own() -> None:
-    """Where a worker's own second moment bounds a momentum, it differs from the others'."""
+    """A worker's own second moment bounds its momentum, so some elements differ from the others'."""
 
     def alike(step: int, key: str) -> bool:
         ranks, _ = run(s.des_loc(5, 2, 3), NUM_RANKS, step, Setting("adam"))
