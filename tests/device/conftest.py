@@ -1,15 +1,17 @@
 """The device of these tests: `--device pretend`, which is compiled here once, or a real one's name: `--device cuda`.
 
 This process gives torch the device and never uses it: ranks are forked from it, and a fork of a process that has used
-a device cannot.
+a device cannot. Nor can a fork of a process that has computed gradients, so these tests come before others that are
+run in the same process, and others see no device.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ LOADED = ("torch._dynamo", "polytempo.training.trainer")
 """Slow to load: once here instead of once in every worker (optimizers load the first when they are made)."""
 LIMIT_S = 600
 """A test may take as long: it ends with a deadlock, and not because the machine is busy."""
+FOLDER = Path(__file__).parent
 WITHOUT_COMPILER = "no C++ compiler here, so the pretend device is not built (with CI=1 these tests would fail)"
 
 
@@ -28,24 +31,54 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--device") == "pretend" and can_build():
-        folder = built()
-        give(os.environ, folder, cards=int(os.environ.get("PRETEND_DEVICES", "2")))
-        sys.path.insert(0, str(folder))
-        importlib.import_module("pretend").register()
+    if is_pretend(config):
+        with given():
+            importlib.import_module("pretend").register()
+            torch.get_device_module("pretend").hide(True)
     for name in LOADED:
         importlib.import_module(name)
+
+
+def is_pretend(config: pytest.Config) -> bool:
+    return config.getoption("--device") == "pretend" and can_build()
 
 
 def can_build() -> bool:
     return compiler() is not None or "CI" in os.environ
 
 
+@contextmanager
+def given() -> Iterator[None]:
+    """The environment and the path of modules in which torch finds the pretend device."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder, environment = built(), dict(os.environ)
+        give(environment, folder, cards=int(environment.get("PRETEND_DEVICES", "2")))
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
+    here = [item for item in items if item.path.is_relative_to(FOLDER)]
+    for item in here:
         item.add_marker(pytest.mark.timeout(LIMIT_S))
         if config.getoption("--device") == "pretend" and not can_build():
             item.add_marker(pytest.mark.skip(reason=WITHOUT_COMPILER))
+    items.sort(key=lambda item: item.path.is_relative_to(FOLDER), reverse=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shown(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process and the processes that it starts see the device during tests of this folder alone."""
+    if not is_pretend(request.config):
+        yield
+        return
+    with given():
+        torch.get_device_module("pretend").hide(False)
+        yield
+        torch.get_device_module("pretend").hide(True)
 
 
 @pytest.fixture(scope="session")

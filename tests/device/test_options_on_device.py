@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from device.crew import check_all, first_fault, together
+from laws import test_adapters as adapters
 from polytempo.cli.predict.validate import _device_of as device_of
 from polytempo.engines.local_engine import launch
 from polytempo.training.observe.trained_model import trained_model
@@ -56,6 +57,7 @@ JOBS = {
     "plain": JOB,
     "weighted": replace(JOB, loss=nn.functional.cross_entropy, weight=lambda batch: batch[1].sum() + 1),
     "measured": replace(JOB, metrics={"right": right}),
+    "adapters": adapters.job(constant=False),
     "streamed": replace(JOB, data=lambda folder: pt.Data(Shards().shuffled(), points(17))),
 }
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -66,6 +68,10 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "streamed to a server": ("streamed", "async_sgd()", {}),
     "weighted slices": ("weighted", "sync_sgd(route=invariant)", {"clip_norm": 0.5}),
     "noise scale": ("plain", "sync_sgd()", {"noise_scale": 2}),
+    "adapters": ("adapters", "local_sgd(period=2)", {"ema": 0.9, "batch_size": 8}),
+    "adapters in stages": ("adapters", "gpipe(2, 2)", {"batch_size": 8}),
+    "adapters and a server": ("adapters", "async_sgd()", {"batch_size": 8}),
+    "islands": ("plain", "islands(outer=diloco(period=2))", {"workers": 4}),
 }
 
 
@@ -96,7 +102,7 @@ def test_a_run_with_options_ends_with_the_cpus_result(device: str, name: str) ->
     job, strategy, options = RUNS[name]
     workers = 1 if "server" in name else 2
     found = [
-        pt.run(JOBS[job], strategy, workers, **{"steps": 6, "threads": 1, "device": where} | options)
+        pt.run(JOBS[job], strategy, **{"workers": workers, "steps": 6, "threads": 1, "device": where} | options)
         for where in (device, "cpu")
     ]
     check(device, *([each.steps, each.loss, each.samples, each.parameters_sha256, each.metrics] for each in found))

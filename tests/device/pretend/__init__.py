@@ -80,6 +80,11 @@ class Device:
         return cls.device_count() > 0
 
     @classmethod
+    def hide(cls, yes: bool) -> None:
+        """True: this process sees no card from now on, as if it had none."""
+        cls.compiled.hide(yes)
+
+    @classmethod
     def is_initialized(cls) -> bool:
         return cls.compiled.is_touched()
 

@@ -31,7 +31,8 @@ int num_cards() {
 
 DeviceIndex current_card() { return current; }
 DeviceIndex card_of(Device device) { return device.index() < 0 ? current : device.index(); }
-static int cards_here() { return forked() ? 0 : num_cards(); }
+static std::atomic<bool> hidden{false};
+static int cards_here() { return forked() || hidden ? 0 : num_cards(); }
 
 static DeviceIndex exchange_card(DeviceIndex card) {
     TORCH_CHECK(card < num_cards(), "invalid device ordinal ", static_cast<int>(card));
@@ -146,6 +147,7 @@ void define_group(pybind11::module& module); // group.cpp
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using namespace pretend;
     module.def("device_count", &cards_here);
+    module.def("hide", [](bool yes) { hidden = yes; });
     module.def("current_device", [] { return static_cast<int>(current); });
     module.def("set_device", [](int card) { exchange_card(static_cast<DeviceIndex>(card)); });
     module.def("is_forked", &forked);

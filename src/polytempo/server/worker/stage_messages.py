@@ -29,6 +29,8 @@ _Lane = tuple[int, int, int]
 _SENT: Final = object()
 _MEETING = -1
 """The tag of meetings of all processes, from meeting 0 on; programs have tags from 0."""
+_ALIGNED_BYTES = 64
+"""Addresses of torch's tensors on the host are multiples of it."""
 _PATIENCE = 4
 """A stage may wait for another stage that waits for a shard, so its deadline is this many times a worker's deadline
 for a shard."""
@@ -153,9 +155,13 @@ class StageMessages:
         return expected.value
 
     def _beside(self, like: Tensor, value: Tensor) -> Tensor:
-        """The value on the device of `like`."""
+        """The value on the device of `like`, at an address like those of torch's own tensors.
+
+        In a received message it may begin anywhere, and products round differently there: the same run, another time,
+        would end with other bits.
+        """
         if not on_accelerator(like):
-            return value
+            return value.clone() if value.data_ptr() % _ALIGNED_BYTES else value
         while self._copies and self._copies[0].done:
             self._copies.popleft()
         self._copies.append(DeviceCopy(value, like.device))

@@ -3,7 +3,8 @@
     round 3    worker 0 plays clients 17, 4        worker 1 plays 230
     round 4    worker 0 plays 230                  worker 1 plays 17       17's state moves to 1, and 230's to 0
 
-A checkpoint has each worker's part. Another number of workers deals the parts by rank, as it does residuals.
+A checkpoint has each worker's part. Another number of workers deals the parts by rank, as it does residuals. Between
+rounds states are in the memory of the host, also where clients train on a device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.core.state import Scalar
+from polytempo.device import HOST
 from polytempo.federated.client_store import ClientStore
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
 
@@ -30,10 +32,19 @@ class ClientStates:
     """The states of clients at this worker, the server's state, which all workers have, and the others' places."""
 
     def __init__(self, cohort: int, layout: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> None:
-        """`layout`: tensors like a client's. `server`: the server's tensors at the beginning."""
+        """`layout`: tensors like a client's, where clients train. `server`: the server's tensors at the beginning."""
         self._cohort, self._layout = cohort, {name: (each.shape, each.dtype) for name, each in layout.items()}
+        self._devices = {name: each.device for name, each in layout.items()}
         self._holders: dict[int, int] = {}
         self.store, self.server = ClientStore(), dict(server)
+
+    def get(self, client: int) -> dict[str, Tensor]:
+        """A client's tensors, where it trains; none before its first round."""
+        return {name: each.to(self._devices[name]) for name, each in self.store.get(client).items()}
+
+    def put(self, client: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a client's tensors, which may not change afterwards."""
+        self.store.put(client, {name: each.to(HOST) for name, each in tensors.items()})
 
     async def fetch(self, port: Port, own: Mapping[int, int]) -> None:
         """Move the states of a round's clients to the workers that play them.

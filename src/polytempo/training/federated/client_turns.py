@@ -146,7 +146,7 @@ class ClientTurns(SlicedGradients):
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
         local, client = self._local, piece.batch
         assert isinstance(client, Client)
-        state = {} if self._states is None else self._states.store.get(client.number)
+        state = {} if self._states is None else self._states.get(client.number)
         self._received = self._model_of(client.age)
         optimizer = self._begun(state)
         first_loss = self._loss_of_all(client) if local.fairness else 0.0
@@ -158,7 +158,7 @@ class ClientTurns(SlicedGradients):
         changes = self._changes(movement, optimizer, len(losses))
         new |= {name: state[name] + each if state else each.clone() for name, each in changes.items()}
         if self._states is not None and new:
-            self._states.store.put(client.number, new)
+            self._states.put(client.number, new)
         when = EncodeContext(step=self._replica.step + 1, rank=client.number)
         movement = self._coded(movement, self._rounds.codec, when)
         if self._rounds.merge is not None:
@@ -177,7 +177,7 @@ class ClientTurns(SlicedGradients):
             used.update(range(len(movement)))
             seed_step(self._seed, 0, self._replica.step, "noise of a round")
             add_noise_(movement, privacy)
-        loss = torch.stack(losses).mean() if losses else torch.zeros(())
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=movement[0].device)
         return loss, movement + [each.mul_(client.weight) for each in changes.values()]
 
     def _model_of(self, age: int) -> list[Tensor]:

@@ -78,6 +78,7 @@ def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataSh
     if spec.strategy.rounds is not None:
         cohorts = cohorts_of(spec, data)
         source, more["order"] = DataLoader(cohorts, collate_fn=only), cohorts.order
+        more["device"] = None  # a client's batches are moved in its turn, and its samples' numbers stay
     return DataShard(
         source,
         rank=place.rank,

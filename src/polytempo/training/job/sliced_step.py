@@ -115,7 +115,8 @@ class SlicedGradients:
         for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=False)):
             parameter.grad = each if i in used else None
         own = sum(piece.share for piece in slices) or 1.0
-        return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))
+        zero = torch.zeros((), device=self._parameters[0].device)
+        return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), zero)
 
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
         """A slice's mean loss, and its gradients times its share of the global batch. Adds their parameters' indices to

@@ -10,7 +10,6 @@ from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.device import on_accelerator
 from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.training.model.trainable_parameters import sparse_tables
 
@@ -53,9 +52,6 @@ def check_served(
     refuse(
         features | {"own loop"} | ({"buffers"} if buffers != "average" else set()), strategy=strategy, buffers=buffers
     )
-    away = next((p.device for p in model.parameters() if on_accelerator(p)), None)
-    if away is not None:
-        refuse((strategy.features & {"server", "stages"}) | {"device", "pipeline"}, strategy=strategy, device=away)
     if service.optimizer is None and service.decays == "shards" and any(optimizer.state.values()):
         raise ValueError(
             f"this {type(optimizer).__name__} has a state already, and with {strategy} the shards make the steps, "
