@@ -49,7 +49,7 @@ def can_build() -> bool:
 
 @contextmanager
 def given() -> Iterator[None]:
-    """The environment and the path of modules in which torch finds the pretend device."""
+    """Let torch find the pretend device, by the environment and the path of modules."""
     with pytest.MonkeyPatch.context() as patch:
         folder, environment = built(), dict(os.environ)
         give(environment, folder, cards=int(environment.get("PRETEND_DEVICES", "2")))

@@ -45,8 +45,8 @@ def trained(place: torch.device | str) -> tuple[str, Any]:
 
 
 def test_a_loop_with_servers_for_stages_ends_with_the_cpus_bits(device: str) -> None:
-    """On the CPU alone it ended with other bits the next time: products of received activations rounded by where in a
-    message they were."""
+    """Products of received activations rounded by the activations' places in messages, so equal loops differed, on
+    the CPU too."""
     found = crew.together(device, 2, lambda world, card: trained(card))
     expected = crew.together(device, 2, lambda world, card: trained("cpu"))
     (row,) = found[0][1]["ledger"]

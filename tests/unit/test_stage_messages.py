@@ -1,4 +1,4 @@
-"""`StageMessages`: a received tensor begins at an address like those of torch's own tensors."""
+"""`StageMessages`: a received tensor begins at an address that torch would give it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.server.worker.stage_messages import StageMessages, StageTensor
 
 
 class OneMessage:
-    """A port whose mailbox has `value`, from node 1."""
+    """A port with `value`, a message of node 1."""
 
     world_rank = 0
 

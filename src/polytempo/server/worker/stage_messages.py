@@ -155,10 +155,10 @@ class StageMessages:
         return expected.value
 
     def _beside(self, like: Tensor, value: Tensor) -> Tensor:
-        """The value on the device of `like`, at an address like those of torch's own tensors.
+        """The value on the device of `like`, at an address that torch would give a tensor.
 
-        In a received message it may begin anywhere, and products round differently there: the same run, another time,
-        would end with other bits.
+        Products round by the addresses of their operands, and a value begins anywhere in a received message, so an
+        equal run would end with other bits.
         """
         if not on_accelerator(like):
             return value.clone() if value.data_ptr() % _ALIGNED_BYTES else value
