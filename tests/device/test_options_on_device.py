@@ -72,6 +72,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adapters in stages": ("adapters", "gpipe(2, 2)", {"batch_size": 8}),
     "adapters and a server": ("adapters", "async_sgd()", {"batch_size": 8}),
     "islands": ("plain", "islands(outer=diloco(period=2))", {"workers": 4}),
+    "islands of two and of one": ("plain", "islands(outer=diloco(period=2))", {"workers": 3}),
 }
 
 

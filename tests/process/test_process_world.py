@@ -111,6 +111,13 @@ async def subgroup(port: Port) -> Any:
     return [pair.rank, gathered, scattered, exchanged, given, total]
 
 
+async def another_subgroup(port: Port) -> Any:
+    """Rank 0 has a group more than rank 2."""
+    if port.size < 3 or port.rank == 1:
+        return None
+    return (await port.among([0, 2]).all_reduce(numbers(port, 2))).tolist()
+
+
 async def alone(port: Port) -> Any:
     own = port.among([port.rank])
     total = await own.all_reduce(numbers(port))
@@ -208,6 +215,7 @@ PROGRAMS: list[Callable[[Port], Program[Any]]] = [
     tags_and_channels,
     in_the_order_of_sending,
     subgroup,
+    another_subgroup,
     alone,
     empty,
     dtypes,

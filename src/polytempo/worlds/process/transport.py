@@ -46,6 +46,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
+from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.constants import default_pg_timeout
 
 from polytempo.core import PeerLost, PolytempoError, TimedOut
@@ -222,7 +223,7 @@ class Transport:
         if members not in self._groups:
             timeout = timedelta(seconds=group_timeout_s())
             backend = None if self.substitute is None else self.substitute.backend
-            self._groups[members] = dist.new_group(sorted(members), timeout, backend, use_local_synchronization=True)
+            self._groups[members] = _new_group(sorted(members), timeout, backend)
         return self._groups[members]
 
     def translated(self, op: Op[Any], step: int, peer: int, error: RuntimeError) -> Exception:
@@ -244,6 +245,23 @@ class Transport:
 
 def _none() -> None:
     return None
+
+
+def _new_group(members: list[int], timeout: timedelta, backend: str | None) -> Any:
+    """A process group that `members` alone create.
+
+    torch names such a group by its ranks and by the number of all groups that a process has. Where members have
+    different numbers, as where one island has two workers and the next one has one, they would wait for each other
+    without end. This name counts groups of these ranks alone.
+    """
+    prefix = f"polytempo-{'-'.join(map(str, members))}-"
+    name = f"{prefix}{sum(other.startswith(prefix) for other in _c10d._world.pg_names.values())}"
+    torchs = _c10d._hash_ranks_to_str
+    _c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        return dist.new_group(members, timeout, backend, use_local_synchronization=True)
+    finally:
+        _c10d._hash_ranks_to_str = torchs
 
 
 def _batching(group: Any, device: torch.device) -> Any:
