@@ -35,7 +35,11 @@ def test_every_strategy_can_be_named_and_has_a_paper(name: str) -> None:
 
 
 LEFT_OUT = {
-    **{name: {"scale"} for name in ("async_sgd", "backup_workers", "downpour", "ssp", "staleness_aware")},
+    **{
+        name: {"scale"}
+        for name in ("async_diloco", "async_sgd", "backup_workers", "downpour", "ssp", "staleness_aware")
+    },
+    "co2": {"clip"},
     "dc_asgd": {"mean_square", "scale"},
     "gossip": {"overlap"},
     "sign_sgd": {"momentum", "scale"},
@@ -114,7 +118,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert names == {
         "strategy": [*sorted(strategies.__all__), "then"],
-        "strategy of clients": sorted(federated.strategies.__all__),
+        "strategy of clients": [*sorted(federated.strategies.__all__), "private"],
         "codec": sorted(CODECS),
         "wire route": ["all_gather", "reduce_scatter"],
     }
@@ -128,7 +132,15 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
-    named = [*strategies.__all__, "then", *federated.strategies.__all__, *CODECS, "all_gather", "reduce_scatter"]
+    named = [
+        *strategies.__all__,
+        "then",
+        *federated.strategies.__all__,
+        "private",
+        *CODECS,
+        "all_gather",
+        "reduce_scatter",
+    ]
     assert len(first) == len(named) + 3 + 1  # three headings, the last lines
     assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
