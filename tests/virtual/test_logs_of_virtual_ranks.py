@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.jobs import find
@@ -45,6 +46,37 @@ def test_logged_numbers_are_those_of_the_rank_that_writes(strategy: pt.Strategy,
     for numbers in logged.values():
         assert len(numbers) == 9
         assert any(own[-9:] == numbers for own in losses.values()), "they are not of one rank"
+
+
+def numbers_in(folder: Path) -> list[tuple[int, float]]:
+    return [(record.step, record.values["own"]) for record in stream(folder) if isinstance(record, Logged)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.split({"0": "places"}, parts=2)], ids=["sync_sgd", "places"])
+def test_both_worlds_log_the_same_numbers(strategy: pt.Strategy, tmp_path: Path) -> None:
+    """Also where one pass after the other is computed for all workers, and where layers exchange in their midst."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found = nn.functional.mse_loss(output, target)
+        pt.log(own=found)
+        return found
+
+    pictures = torch.arange(24 * 16.0).view(24, 1, 4, 4) / 100
+    samples = TensorDataset(pictures, pictures.mean((2, 3)))
+    job = pt.Job(
+        model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(32, 1)),
+        data=lambda folder: pt.Data(samples, samples),
+        loss=loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.001),
+        batch_size=4,
+        name="pictures",
+    )
+    for name, train in (("virtual", pt.simulate), ("real", pt.run)):
+        train(job, strategy, 2, steps=3, threads=1, out=tmp_path / name)
+    (steps, virtual), (_, real) = (zip(*numbers_in(tmp_path / name), strict=True) for name in ("virtual", "real"))
+    assert steps == (0, 1, 2)
+    assert virtual == pytest.approx(real, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", [s.gpipe(stages=2), s.ddg(stages=2)], ids=lambda strategy: strategy.schedule.name)

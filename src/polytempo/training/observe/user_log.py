@@ -150,21 +150,27 @@ def set_user_log(log: UserLog | None) -> None:
 async def written_to(log: UserLog | None, program: Program[T]) -> T:
     """Run `program`, and let its calls of `pt.log` write to `log`.
 
-    One process may be many virtual ranks, so each computation writes to the log of its own rank.
+    One process may be many virtual ranks, so each computation writes to the log of its own rank, and so does the
+    program where it goes on after others.
     """
 
-    def perform(op: Op[Any]) -> Op[Any]:
-        assert isinstance(op, Compute)
-        return msgspec.structs.replace(op, work=partial(_written_to, log, op.work))
+    async def perform(op: Op[Any]) -> Any:
+        if isinstance(op, Compute):
+            op = msgspec.structs.replace(op, work=partial(logged, log, op.work))
+        try:
+            return await op
+        finally:
+            set_user_log(log)
 
     set_user_log(log)
     try:
-        return await interpreted(program, perform, (Compute,))
+        return await interpreted(program, perform)
     finally:
         set_user_log(None)
 
 
-def _written_to(log: UserLog | None, work: Callable[[], T]) -> T:
+def logged(log: UserLog | None, work: Callable[[], T]) -> T:
+    """Run `work`, and let its calls of `pt.log` write to `log`; None: to none."""
     before = list(_present)
     if not any(isinstance(each, str) for each in before):
         set_user_log(log)

@@ -22,6 +22,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
 from polytempo.training.job.context import TakeStep
 from polytempo.training.model.randomness import seed_step
+from polytempo.training.observe.user_log import logged
 from polytempo.training.step.guard import Guard, first_bad
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
@@ -79,7 +80,9 @@ class WorkersInTurn:
             seed_step(self._seed, worker, replica.step, "model")
             for parameter in trained:
                 parameter.grad = None
-            loss = loss_of(self._job, replica.model, tree_unflatten([leaf.clone() for leaf in own], structure))
+            values = tree_unflatten([leaf.clone() for leaf in own], structure)
+            forward = partial(loss_of, self._job, replica.model, values)
+            loss = forward() if worker == first else logged(None, forward)
             if guard is not None:
                 guard.loss(loss, replica.step, worker)
             loss.backward()
