@@ -508,16 +508,15 @@ class AttachedLoop:
         return pt.hybrid(net, ["up", "down"]) if self.row.layout == "hybrid" else net
 
     def step(self, x: Tensor, y: Tensor) -> None:
+        loss = logged_loss if self.row.shown in FOLDERS else nn.functional.mse_loss
         self.optimizer.zero_grad()
         if self.row.loop == "accumulated":
             cut = part(len(x), 2, 0)[1]
             with self.handle.no_sync():
-                (nn.functional.mse_loss(self.net(x[:cut]), y[:cut]) * (cut / len(x))).backward()
-            (nn.functional.mse_loss(self.net(x[cut:]), y[cut:]) * (1 - cut / len(x))).backward()
-        elif self.row.shown in FOLDERS:
-            logged_loss(self.net(x), y).backward()
+                (loss(self.net(x[:cut]), y[:cut]) * (cut / len(x))).backward()
+            (loss(self.net(x[cut:]), y[cut:]) * (1 - cut / len(x))).backward()
         else:
-            nn.functional.mse_loss(self.net(x), y).backward()
+            loss(self.net(x), y).backward()
         if self.row.loop == "clipped":
             self.handle.clip_grad_norm_(0.1)
         self.optimizer.step()

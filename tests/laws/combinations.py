@@ -161,7 +161,7 @@ IMPOSSIBLE: list[Values] = [
 UNSHOWN: list[Values] = [
     {"shown": SHOWN, "loop": ["watched"]},  # its rows have trackers, callbacks, numbers and a profile together
     {"shown": ["page", "logged", "profiled"], "loop": OWN, "layout": STAGED},  # `pt.pipeline` has no folder
-    {"shown": ["logged"], "world": ["virtual"], "layout": STAGED},  # rank 0 writes, and the last stage has the loss
+    {"shown": ["logged"], "layout": STAGED},  # rank 0 writes, and the last stage has the loss
     {"shown": ["profiled"], "world": ["virtual"]},  # torch.profiler measures real seconds
     {"shown": ["profiled"], "family": SERVED},  # refused: workers count no common steps
 ]
