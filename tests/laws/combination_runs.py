@@ -106,6 +106,19 @@ class Sometimes(Spare):
         return super().forward(self.get_submodule("spare")(x) if x[0, 0] > 0 else x)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer, and a trained product of rank 2 beside it: LoRA (E. Hu et al., 2021)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.narrow, self.wide = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.wide(self.narrow(x))
+        return y
+
+
 SPARE = {"unused": Spare, "sometimes": Sometimes}
 
 
@@ -124,7 +137,7 @@ def down(row: Combination) -> nn.Module:
 def model_of(row: Combination) -> nn.Module:
     """Four layers with a norm behind the first; drawn from torch's generator."""
     layers = OrderedDict[str, nn.Module](
-        first=nn.Linear(4, 6, bias=False),  # a norm takes a bias away again
+        first=Adapted(4, 6) if row.loop == "adapters" else nn.Linear(4, 6, bias=False),  # a norm takes a bias away
         norm=NORMS[row.norm](),
         bend=nn.Tanh(),
         up=up(row),
@@ -137,7 +150,8 @@ def model_of(row: Combination) -> nn.Module:
     if row.loop in SPARE:
         layers["spare"] = nn.Linear(4, 4)
     net = SPARE.get(row.loop, nn.Sequential)(layers)
-    net[0].requires_grad_(row.loop != "frozen")
+    if row.loop == "frozen":
+        net[0].requires_grad_(False)
     return net.to(dtype_of(row))
 
 

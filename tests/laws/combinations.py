@@ -86,7 +86,10 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "precision": ["float64", "float32", "bf16", *QUANTISED],
     "norm": ["none", "batch", "instance", "layer", "group"],
     "optimizer": ["sgd", "momentum", "adamw"],
-    "loop": ["job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated", "watched"],
+    "loop": [
+        *("job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated", "watched"),
+        "adapters",
+    ],
     "replicas": [1, 2],
     "saving": ["saved", "resumed"],
     "world": ["virtual", "processes"],
@@ -223,7 +226,7 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
     return combinations(zip(FACTOR_NAMES, row, strict=False), 2)
 
 
-NEWER: list[Sequence[str]] = [("watched",), ()]
+NEWER: list[Sequence[str]] = [("watched", "adapters"), ("adapters",), ()]
 """Newer loops. Rows of older loops come first, so a newer one leaves them alone."""
 
 
