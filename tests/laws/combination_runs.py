@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import polytempo as pt
 from laws.combinations import FAMILIES, LAYOUTS, QUANTISED, SERVED, STAGED, WAITING, Combination
 from polytempo.core import Strategy
 from polytempo.data.plan import part, permutation
+from polytempo.data.shard import DataShard
 from polytempo.report.status.records import Logged
 from polytempo.report.status.stream import stream
 from polytempo.runs.simulated import simulate
@@ -164,6 +165,16 @@ def points(num_samples: int, seed: int, dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1))
 
 
+def training_data(row: Combination) -> TensorDataset | pt.data.InMemoryShards:
+    """The points, or the same in four shards of unequal sizes."""
+    data = points(SAMPLES, 0, dtype_of(row))
+    if row.loop != "streamed":
+        return data
+    samples = [data[number] for number in range(SAMPLES)]
+    shards = [samples[start:stop] for start, stop in ((0, 30), (30, 31), (31, 55), (55, SAMPLES))]
+    return pt.data.InMemoryShards(shards).shuffled(buffer=16, interleave=2)
+
+
 def trainable(row: Combination, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return OPTIMIZERS[row.optimizer]([p for p in parameters if p.requires_grad])
 
@@ -172,7 +183,7 @@ def job_of(row: Combination) -> pt.Job:
     dtype = dtype_of(row)
     return pt.Job(
         model=partial(model_of, row),
-        data=lambda folder: pt.Data(points(SAMPLES, 0, dtype), points(16, 1, dtype)),
+        data=lambda folder: pt.Data(training_data(row), points(16, 1, dtype)),
         loss=logged_loss if row.loop == "watched" or row.shown == "logged" else nn.functional.mse_loss,
         optimizer=lambda parameters, lr: trainable(row, parameters),
         metrics={"own error": lambda output, target: (output - target).abs().mean()} if row.loop == "watched" else {},
@@ -381,12 +392,24 @@ def plain(row: Combination, start: Mapping[str, Tensor] | None = None) -> Reache
 
 
 def batch_of(step: int, row: Combination) -> tuple[Tensor, Tensor]:
-    """The global batch of a step: the next samples of the epoch's permutation."""
+    """The global batch of a step: the next samples of the epoch's permutation, or of all ranks' stretches of shards."""
+    if row.loop == "streamed":
+        return streamed(row)[step]
     steps = -(-SAMPLES // GLOBAL_BATCH)
     start = step % steps * GLOBAL_BATCH
     order = permutation(SAMPLES, 0, step // steps)[start : start + GLOBAL_BATCH]
     x, y = points(SAMPLES, 0, dtype_of(row)).tensors
     return x[order], y[order]
+
+
+@lru_cache(maxsize=8)
+def streamed(row: Combination) -> list[tuple[Tensor, Tensor]]:
+    """The joined batches of two epochs."""
+    ranks = range(row.replicas)
+    given = {"size": row.replicas, "global_batch_size": GLOBAL_BATCH}
+    shards = [DataShard(training_data(row), rank=rank, **given) for rank in ranks]
+    parts = zip(*([batch for _ in range(2) for batch in shard] for shard in shards), strict=True)
+    return [(torch.cat([x for x, _ in each]), torch.cat([y for _, y in each])) for each in parts]
 
 
 def _sum_gradients(copies: list[Replica]) -> None:

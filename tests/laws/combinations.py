@@ -88,7 +88,7 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "optimizer": ["sgd", "momentum", "adamw"],
     "loop": [
         *("job", "micro_batches", "clip_norm", "clipped", "frozen", "unused", "own", "accumulated", "watched"),
-        "adapters",
+        *("adapters", "streamed"),
     ],
     "replicas": [1, 2],
     "saving": ["saved", "resumed"],
@@ -209,8 +209,8 @@ def accepted(chosen: Mapping[str, str | int]) -> bool:
 
 def comparable(chosen: Mapping[str, str | int]) -> bool:
     """True if plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
-    if fits(chosen, {"layout": ["hogwild"], "replicas": [2]}):
-        return False
+    if fits(chosen, {"layout": ["hogwild"], "replicas": [2]}) or fits(chosen, {"loop": ["streamed"], "family": SERVED}):
+        return False  # a server's tickets are other places of a stream's order
     plain = chosen.get("family", "sync") in PLAIN and chosen.get("layout") not in LATE
     return plain and accepted(chosen)
 
@@ -226,7 +226,7 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
     return combinations(zip(FACTOR_NAMES, row, strict=False), 2)
 
 
-NEWER: list[Sequence[str]] = [("watched", "adapters"), ("adapters",), ()]
+NEWER: list[Sequence[str]] = [("watched", "adapters", "streamed"), ("adapters", "streamed"), ("streamed",), ()]
 """Newer loops. Rows of older loops come first, so a newer one leaves them alone."""
 
 
