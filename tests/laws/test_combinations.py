@@ -99,7 +99,7 @@ def test_every_pair_of_values_is_in_a_row() -> None:
         ((a, x), (b, y)) for (a, some), (b, others) in combinations(FACTORS.items(), 2) for x in some for y in others
     ]
     assert [pair for pair in wanted if pair not in covered and possible(dict(pair))] == []
-    assert 150 < len(ROWS) < 300
+    assert 150 < len(ROWS) < 330
     assert sum(refusal(row._asdict()) is None for row in ROWS) > 0.7 * len(ROWS)
     shown = set[Pair]().union(*(pairs_shown(row) for row in ROWS))
     assert [pair for pair in shown_pairs() if pair not in shown] == []
