@@ -99,7 +99,7 @@ ifneq ($(WITHOUT_BROWSER),)
 endif
 	BUDGET=$(CASES) $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
 	BUDGET=$(CASES) $(PYTEST) -q $(ALONE)
-	$(PYTEST) -q -n 2 --dist loadfile tests/device
+	BUDGET=$(CASES) $(PYTEST) -q -n 2 --dist loadfile tests/device
 
 test-device: install $(LIBRARY) ## the catalogue on a pretend accelerator, which needs a C++ compiler and is built once (five minutes)
 	$(PYTEST) -q -n 2 --dist loadfile tests/device
