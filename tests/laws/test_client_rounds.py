@@ -255,7 +255,10 @@ def test_clients_drawn_by_their_samples_count_alike() -> None:
 def test_scores_have_the_spread_of_clients_and_who_took_part(workers: int, tmp_path: Path) -> None:
     dealt = fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED, test=0.4)
     assert dealt.test is not None
-    assert len(dealt.test) + sum(dealt.sizes) == len(data())
+    assert len(dealt.test) + len(dealt) == len(data())
+    assert torch.equal(
+        torch.stack([dealt[i][0] for i in range(len(dealt))]), data()[torch.cat(dealt.parts).sort()[0]][0]
+    )
     own = job(data=lambda path: pt.Data(dealt, dealt.test), correct=lambda output, target: output.argmax(1) == target)
     trainer = pt.Trainer(own, fed.fed_avg(2, 1, 4), seed=SEED, steps=3)
     trainer.fit()

@@ -73,12 +73,20 @@ def dealt(pieces: Sequence[Sequence[int]], size: int, steps: int, state: Any = N
 PIECES = [range(9), range(9, 10), range(10, 10), range(10, 23), range(23, 30)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_each_sample_is_read_once_by_one_rank(size: int) -> None:
     seen, state, read = dealt(PIECES, size, 100)
     assert seen == list(range(30))
-    assert read <= 30 + size  # and a stand-in for a rank without pieces
+    assert read <= 30 + size  # and a stand-in for a rank without samples
     assert (state["epoch"], state["consumed"]) == (1, 0)
+
+
+def test_as_many_ranks_go_on_with_the_same_batches() -> None:
+    """Also where one of them has ended a piece, and others have not."""
+    _, whole, _ = dealt(PIECES, 2, 4)
+    _, first, _ = dealt(PIECES, 2, 3)
+    _, second, _ = dealt(PIECES, 2, 1, first)
+    assert second == whole
 
 
 def test_other_numbers_of_ranks_go_on() -> None:
@@ -94,8 +102,13 @@ def test_other_numbers_of_ranks_go_on() -> None:
 def test_a_loader_and_mistakes() -> None:
     seen, state, _ = dealt(PIECES, 2, 100, loader=True)
     assert seen == list(range(30))
-    with pytest.raises(ValueError, match="stream in parts"):
+    with pytest.raises(ValueError, match="5 shards, which 1 ranks"):
         DataShard(Pieces(PIECES), rank=0, size=1, batch_size=2).load_state_dict(state)
+    longer = DataShard(Pieces([*PIECES, [30]]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
+    with pytest.raises(ValueError, match="num_pieces=5, this run has num_pieces=6"):
+        longer.load_state_dict(state)
+    assert longer.at(rank=0, size=1).state_dict() == longer.state_dict()
+    assert DataShard(Pieces(PIECES), rank=0, size=6, batch_size=2, agree=lambda row: [row]).reads_all
     alone = DataShard(Pieces([[], []]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     with pytest.raises(ValueError, match="0 samples cannot be dealt"):
         list(alone)

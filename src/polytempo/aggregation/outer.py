@@ -36,7 +36,7 @@ def from_anchor(transform: Transform, lr: float = 1.0) -> Transform:
         moved = bundle.with_flat(state.anchor.flat - bundle.flat)
         update, inner = await transform.apply(port, moved, state.inner)
         if update is None:
-            return state.anchor.copy(), AnchorState(state.anchor, inner)
+            return bundle.with_flat(state.anchor.flat.clone()), AnchorState(state.anchor, inner)
         arrived = bundle.with_flat(torch.sub(state.anchor.flat, update.flat, alpha=lr))
         return arrived, AnchorState(arrived.copy(), inner)
 

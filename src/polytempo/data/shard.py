@@ -123,6 +123,7 @@ class DataShard:
         """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
+        self._agree = agree
         self._pieces = None if agree is None else in_pieces(self._source, rank, size, agree)
         self._check()
         self.shares: Shares | None = None
@@ -346,6 +347,7 @@ class DataShard:
             micro_batches=self._micro_batches,
             device=self._device,
             order=self._given_order,
+            agree=self._agree,
         )
         other.balanced = self.balanced
         other.load_state_dict(self.state_dict())
@@ -368,7 +370,9 @@ class DataShard:
         place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
         place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
         place |= {} if self._lanes is None else {"order": self._lanes.order}
-        place |= {} if self._pieces is None else {"pieces": [[*each] for each in self._pieces.left.items()]}
+        if self._pieces is not None:
+            left = [[[*each] for each in own.items()] for own in self._pieces.left]
+            place |= {"num_pieces": self._pieces.number, "pieces": left}
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,7 +381,14 @@ class DataShard:
         Raises ValueError where the state is not of this data and seed.
         """
         order = None if self._lanes is None else self._lanes.order
-        for key, mine in (("seed", self.seed), ("num_samples", self.num_samples), ("order", order)):
+        pieces, saved = None if self._pieces is None else self._pieces.number, state.get("num_pieces")
+        if pieces is None and saved is not None:
+            raise ValueError(
+                f"the saved position is of a stream in {saved} shards, which {self.size} ranks do not share here; go "
+                f"on with the same data and at most {saved} ranks"
+            )
+        mine_by_key = {"seed": self.seed, "num_samples": self.num_samples, "order": order, "num_pieces": pieces}
+        for key, mine in mine_by_key.items():
             if state.get(key) != mine:
                 raise ValueError(
                     f"the saved position has {key}={state.get(key)}, this run has {key}={mine}; "
@@ -389,11 +400,9 @@ class DataShard:
             raise ValueError(
                 f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged"
             )
-        if (self._pieces is None) is not (state.get("pieces") is None):
-            raise ValueError("the saved position is of a stream in parts, or this one is; go on with the same data")
         self.epoch, self.consumed = epoch, consumed
         if self._pieces is not None:
-            self._pieces.left = dict(state["pieces"])
+            self._pieces.resume(state["pieces"])
         self.left = [PlaceSpan(*span) for span in state.get("left", [])]
         shares = tuple(state.get("shares", ()))
         self.deal(shares if self.balanced and len(shares) == self.size else None)

@@ -39,7 +39,7 @@ class PartitionFacts(NamedTuple):
 
 @final
 class Clients(Dataset[Any]):
-    """A data set and the numbers of each client's samples; as a data set it is the whole one."""
+    """A data set and the numbers of each client's samples; as a data set it is the whole one, without `test`."""
 
     def __init__(
         self,
@@ -56,14 +56,15 @@ class Clients(Dataset[Any]):
         if len(used.unique()) != len(used) or int(used.max()) >= length:
             raise ValueError(f"parts of clients must name different samples of 0 to {length - 1}")
         self.dataset, self.parts, self.sampling = dataset, list(parts), sampling or Sampling()
+        self._trained = None if test is None else used.sort().values
         self.test = test
         """Test samples of each client, as one data set for `pt.Data`; None: none were held out."""
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset) if self._trained is None else len(self._trained)  # type: ignore[arg-type]
 
     def __getitem__(self, number: int) -> Any:
-        return self.dataset[number]
+        return self.dataset[number if self._trained is None else int(self._trained[number])]
 
     @property
     def sizes(self) -> list[int]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.cluster import Cluster
-from polytempo.core.errors import PolytempoError
 from polytempo.planner.run_price import Pricer
 from polytempo.planner.search_space import PlannedRun
 from polytempo.spec.job import Job
@@ -19,7 +18,8 @@ def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Clu
     """The figures of a simulation, with the price of the change in `bound`: `priced`, samples per second on `cluster`
     over the present ones.
 
-    Unchanged where no plan tries the change, or a price cannot be found. Cost: two priced simulations, some 0.1 s.
+    Unchanged where no plan tries the change, or a price cannot be found. Cost: the job's data once more, and two priced
+    simulations, some 0.1 s.
     """
     bound = result.get("bound") or {}
     if not bound.get("tried") or result["workers"] > _MOST_WORKERS:
@@ -39,5 +39,5 @@ def priced_gain(
     try:
         pricer = Pricer(job, data, cluster)
         return pricer.price(run._replace(**tried)).samples_per_s / pricer.price(run).samples_per_s
-    except (PolytempoError, ValueError):  # a strategy or a cluster that cannot be priced
+    except Exception:  # the sentence is an addition: no fault of a job in other sizes may cost the run's result
         return None

@@ -24,8 +24,8 @@ def des_loc(period: int = 8, momentum_period: int = 16, variance_period: int = 3
     optimizers of torch; other tensors of an optimizer's state count as momenta.
 
     Where m has met and v has not, an element may have others' gradients in m and none of them in a worker's own v: its
-    step m / √v would have no bound. So |m| ≤ 7.3 √v then, which a worker's own Adam keeps in any case; where v has met
-    in the same step, this changes nothing.
+    step m / √v would have no bound. So |m| ≤ 7.3 √v then, which a worker's own Adam keeps with β = 0.9 and 0.999; where
+    v has met in the same step, this changes nothing.
 
     Each worker's step is its own optimizer's. State without a mean is refused as by `parameter_averaging`. Elastic runs
     refuse it: a round that ends early cannot end three periods.

@@ -24,10 +24,11 @@ Agree = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
 def in_pieces(source: Source, rank: int, size: int, agree: Agree) -> StreamPieces | None:
-    """The pieces of a stream with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face; else None."""
+    """The pieces of a stream with `num_shards` and `shard(num_shards=, index=)`, as of Hugging Face. None for other
+    streams, and for fewer pieces than ranks."""
     dataset: Any = source.dataset
     number = getattr(dataset, "num_shards", None) if isinstance(dataset, IterableDataset) else None
-    if not isinstance(number, int) or number < 2 or not hasattr(dataset, "shard"):
+    if not isinstance(number, int) or number < max(2, size) or not hasattr(dataset, "shard"):
         return None
     pieces = [dataset.shard(num_shards=number, index=index) for index in range(number)]
     return StreamPieces(source, pieces, rank, size, agree)
@@ -42,19 +43,35 @@ class StreamPieces:
 
     def __init__(self, source: Source, pieces: Sequence[Iterable[Any]], rank: int, size: int, agree: Agree) -> None:
         self._source, self._pieces, self._rank, self._size, self._agree = source, pieces, rank, size, agree
-        self.left: dict[int, int] = {}
-        """Pieces that are not used up, and the samples of each that have been handed out."""
+        self.left: list[dict[int, int]] = []
+        """For each rank its pieces that are not used up, and the samples of each that have been handed out."""
         self.begin()
+
+    @property
+    def number(self) -> int:
+        """The number of pieces."""
+        return len(self._pieces)
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self.left = dict.fromkeys(range(len(self._pieces)), 0)
+        self._deal(dict.fromkeys(range(self.number), 0))
+
+    def resume(self, left: Sequence[Iterable[tuple[int, int]]]) -> None:
+        """Go on from a saved `left`: equally many ranks with their own pieces, others with pieces dealt anew."""
+        if len(left) == self._size:
+            self.left = [dict(own) for own in left]
+        else:
+            self._deal(dict(sorted(chain.from_iterable(left))))
+
+    def _deal(self, left: dict[int, int]) -> None:
+        pieces = list(left.items())
+        self.left = [dict(pieces[rank :: self._size]) for rank in range(self._size)]
 
     def batches(self, consumed: int) -> Iterator[tuple[Pick, Any]]:
-        """This rank's batches of the rests. ValueError for a stream with fewer samples than ranks."""
-        source, begun, size = self._source, dict(self.left), self._size
+        """This rank's batches of the rests. ValueError for a stream without samples."""
+        source, begun, size = self._source, dict(chain.from_iterable(own.items() for own in self.left)), self._size
         collate = default_collate if source.loader is None else source.loader.collate_fn
-        owned = [list(begun)[rank::size] for rank in range(size)]
+        owned = [list(own) for own in self.left]
         mine, ended, place = owned[self._rank], 0, begun.get(next(iter(owned[self._rank]), -1), 0)
         samples = (each for piece in mine for each in chain(self._rest(piece, begun[piece]), (_END,)))
         instead: list[Any] = []
@@ -74,12 +91,10 @@ class StreamPieces:
             if not total:
                 check_enough(consumed, 1 if consumed else size)
                 return
-            self.left = {
-                piece: row[2] if number == 0 else begun[piece]
+            self.left = [
+                {piece: row[2] if number == 0 else begun[piece] for number, piece in enumerate(own[row[1] :])}
                 for own, row in zip(owned, rows, strict=True)
-                for number, piece in enumerate(own[row[1] :])
-            }
-            self.left = dict(sorted(self.left.items()))
+            ]
             instead = taken[:1] or instead or list(islice(chain.from_iterable(self._pieces), 1))
             yield Pick(consumed, consumed + max(1, len(taken)), len(taken), total), collate(taken or instead)
             consumed += total

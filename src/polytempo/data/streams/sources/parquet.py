@@ -6,6 +6,7 @@ group │ group │ … │ footer │ its length        the footer is read once
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from polytempo.data.streams.sharded_data import ShardedData
 from polytempo.data.streams.sources.arrow_rows import arrow_rows
 from polytempo.data.streams.sources.kept_index import KEPT_FROM_BYTES, PartToCount, counted
 from polytempo.data.streams.sources.sample_values import Fields, check_columns, fields, single
-from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, library, opened
+from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, is_compressed, library, opened
 
 ROWS_AT_ONCE = 1024
 HELD_BYTES = 1 << 28
@@ -134,12 +135,13 @@ def _footer_bytes(file: StreamFile) -> bytes:
     """The end of the file: the footer, its length in 4 bytes, and "PAR1"."""
     tail = len(_MAGIC) + 4
     with opened(file, 0, ahead_bytes=1) as stream, _decoding(file):
-        stream.seek(max(0, file.size - tail))
+        length = stream.seek(0, os.SEEK_END) if is_compressed(file) else file.size
+        stream.seek(max(0, length - tail))
         end = stream.read(tail)
         size = int.from_bytes(end[:4], "little") + tail
-        if end[4:] != _MAGIC or size + len(_MAGIC) > file.size:
+        if end[4:] != _MAGIC or size + len(_MAGIC) > length:
             refuse({"data source", "damaged file"}, url=file.url, problem="it does not end with a footer of Parquet")
-        stream.seek(file.size - size)
+        stream.seek(length - size)
         return stream.read(size)
 
 
