@@ -27,6 +27,9 @@ class Pieces(IterableDataset[int]):
         assert num_shards == len(self.pieces)
         return Pieces([self.pieces[index]])
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __iter__(self) -> Iterator[int]:
         for number in (each for piece in self.pieces for each in piece):
             self.read += 1
@@ -112,6 +115,10 @@ def test_a_loader_and_mistakes() -> None:
     alone = DataShard(Pieces([[], []]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     with pytest.raises(ValueError, match="0 samples cannot be dealt"):
         list(alone)
+    epochs = DataShard(Pieces(PIECES), rank=0, size=1, batch_size=2, agree=lambda row: [row])
+    for epoch in range(2):
+        list(epochs)
+        assert {piece.epoch for piece in epochs._pieces._pieces} == {epoch}  # type: ignore[union-attr, attr-defined]
     whole = DataShard(Pieces([range(3)]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     assert whole.reads_all
     assert torch.cat(list(whole)).tolist() == [0, 1, 2]

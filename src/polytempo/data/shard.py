@@ -417,7 +417,7 @@ class DataShard:
 
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
         if self._pieces is not None:
-            return self._pieces.batches(self.consumed)
+            return self._pieces.batches(self.consumed, self.epoch)
         if self.num_samples is None:
             return from_stream(self._source, self.consumed, self.size, self.rank)
         batches = global_batches(self.num_samples - self.consumed, self.global_batch_size, self._parts)

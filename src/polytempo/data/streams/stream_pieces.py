@@ -67,13 +67,13 @@ class StreamPieces:
         pieces = list(left.items())
         self.left = [dict(pieces[rank :: self._size]) for rank in range(self._size)]
 
-    def batches(self, consumed: int) -> Iterator[tuple[Pick, Any]]:
+    def batches(self, consumed: int, epoch: int) -> Iterator[tuple[Pick, Any]]:
         """This rank's batches of the rests. ValueError for a stream without samples."""
         source, begun, size = self._source, dict(chain.from_iterable(own.items() for own in self.left)), self._size
         collate = default_collate if source.loader is None else source.loader.collate_fn
         owned = [list(own) for own in self.left]
         mine, ended, place = owned[self._rank], 0, begun.get(next(iter(owned[self._rank]), -1), 0)
-        samples = (each for piece in mine for each in chain(self._rest(piece, begun[piece]), (_END,)))
+        samples = (each for piece in mine for each in chain(self._rest(piece, begun[piece], epoch), (_END,)))
         instead: list[Any] = []
         while True:
             taken: list[Any] = []
@@ -99,12 +99,14 @@ class StreamPieces:
             yield Pick(consumed, consumed + max(1, len(taken)), len(taken), total), collate(taken or instead)
             consumed += total
 
-    def _rest(self, piece: int, place: int) -> Iterator[Any]:
-        """The samples of a piece from `place` on."""
-        found: Iterable[Any] = self._pieces[piece]
+    def _rest(self, piece: int, place: int, epoch: int) -> Iterator[Any]:
+        """The samples of a piece from `place` on, in the order that a stream with `set_epoch` has in this epoch."""
+        found: Any = self._pieces[piece]
+        if hasattr(found, "set_epoch"):
+            found.set_epoch(epoch)
         if self._source.loader is not None and self._source.loader.num_workers:
             settings = worker_settings(self._source.loader) | {"num_workers": 1, "persistent_workers": False}
-            found = DataLoader(found, batch_size=None, collate_fn=_as_it_is, **settings)  # type: ignore[arg-type]
+            found = DataLoader(found, batch_size=None, collate_fn=_as_it_is, **settings)
         return islice(iter(found), place, None)
 
 
