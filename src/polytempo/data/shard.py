@@ -114,7 +114,7 @@ class DataShard:
         self._device, self._mover = device, BatchMover(device)
         self._given_order = order
         self._sampler_epoch = sampler_epoch(self._source)
-        self._generator = torch.Generator()
+        self._generator, self._agree = torch.Generator(), agree
         self.rank, self.size, self.seed = rank, size, seed
         self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
         self.num_samples = _count(self._source.dataset)
@@ -123,7 +123,6 @@ class DataShard:
         """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
-        self._agree = agree
         self._pieces = None if agree is None else in_pieces(self._source, rank, size, agree)
         self._check()
         self.shares: Shares | None = None
@@ -370,9 +369,7 @@ class DataShard:
         place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
         place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
         place |= {} if self._lanes is None else {"order": self._lanes.order}
-        if self._pieces is not None:
-            left = [[[*each] for each in own.items()] for own in self._pieces.left]
-            place |= {"num_pieces": self._pieces.number, "pieces": left}
+        place |= {} if self._pieces is None else self._pieces.position()
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,10 +380,7 @@ class DataShard:
         order = None if self._lanes is None else self._lanes.order
         pieces, saved = None if self._pieces is None else self._pieces.number, state.get("num_pieces")
         if pieces is None and saved is not None:
-            raise ValueError(
-                f"the saved position is of a stream in {saved} shards, which {self.size} ranks do not share here; go "
-                f"on with the same data and at most {saved} ranks"
-            )
+            raise ValueError(f"the saved position is of a stream in {saved} shards; go on with at most {saved} ranks")
         mine_by_key = {"seed": self.seed, "num_samples": self.num_samples, "order": order, "num_pieces": pieces}
         for key, mine in mine_by_key.items():
             if state.get(key) != mine:

@@ -44,7 +44,7 @@ class StreamPieces:
     def __init__(self, source: Source, pieces: Sequence[Iterable[Any]], rank: int, size: int, agree: Agree) -> None:
         self._source, self._pieces, self._rank, self._size, self._agree = source, pieces, rank, size, agree
         self.left: list[dict[int, int]] = []
-        """For each rank its pieces that are not used up, and the samples of each that have been handed out."""
+        """The pieces of each rank that are not used up, with the samples of each that have been handed out."""
         self.begin()
 
     @property
@@ -56,8 +56,12 @@ class StreamPieces:
         """Begin an epoch."""
         self._deal(dict.fromkeys(range(self.number), 0))
 
+    def position(self) -> dict[str, Any]:
+        """The number of pieces, and `left`, as plain numbers."""
+        return {"num_pieces": self.number, "pieces": [[[*each] for each in own.items()] for own in self.left]}
+
     def resume(self, left: Sequence[Iterable[tuple[int, int]]]) -> None:
-        """Go on from a saved `left`: equally many ranks with their own pieces, others with pieces dealt anew."""
+        """Go on from a saved `left`: equally many ranks with their own pieces, others with pieces that are dealt again."""
         if len(left) == self._size:
             self.left = [dict(own) for own in left]
         else:
