@@ -61,7 +61,7 @@ class StreamPieces:
         return {"num_pieces": self.number, "pieces": [[[*each] for each in own.items()] for own in self.left]}
 
     def resume(self, left: Sequence[Iterable[tuple[int, int]]]) -> None:
-        """Go on from a saved `left`: equally many ranks with their own pieces, others with pieces that are dealt again."""
+        """Go on from a saved `left`: equally many ranks with their pieces, others with dealt ones."""
         if len(left) == self._size:
             self.left = [dict(own) for own in left]
         else:
