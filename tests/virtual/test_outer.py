@@ -81,7 +81,7 @@ def test_from_anchor_hands_the_share_on_to_the_mean() -> None:
     assert [float(flat) for flat in flats(moved_and_met, given)] == [5.0, 5.0]
 
 
-def test_without_an_inner_update_the_parameters_stay_and_so_does_the_anchor() -> None:
+def test_where_an_answer_is_late_the_parameters_return_to_the_anchor() -> None:
     async def not_at_first(port: Port, given: Bundle, state: int) -> tuple[Bundle | None, int]:
         return (None if state < 1 else given), state + 1
 
@@ -90,8 +90,8 @@ def test_without_an_inner_update_the_parameters_stay_and_so_does_the_anchor() ->
 
     skipping = chain(Transform(lambda parameters: 0, not_at_first), nesterov(0.5, 0.0))
     transform = chain(Transform(lambda parameters: None, move), from_anchor(skipping))
-    # step 0: 1, no answer, anchor 0. step 1: 2, moved -2, half of it: θ = 1.
-    assert [float(values) for values in after_steps(transform, 2, [bundle(0.0)])[0]] == [1.0, 1.0]
+    # step 0: 1, no answer, back to the anchor 0. step 1: 1, moved -1, half of it: θ = 0.5.
+    assert [float(values) for values in after_steps(transform, 2, [bundle(0.0)])[0]] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.0, 0.9), (-1.0, 0.9), (0.7, 1.0), (0.7, -0.1)])
