@@ -17,7 +17,7 @@ from polytempo.native import library
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", ".gitignore")
 LIBRARY = "polytempo/native/libpolytempo.so"
-TIMEOUT_S = 100
+TIMEOUT_S = 250
 
 ASK = """
 import json, polytempo
