@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -226,6 +227,39 @@ def side_stream(device: torch.device) -> torch.Stream:
 def marked(device: torch.device) -> torch.Event:
     """An event behind all work that this thread has given the device."""
     return current_stream(device).record_event()
+
+
+def time_mark() -> torch.Event | None:
+    """An event behind all work that this thread has given its device, with a time; None where none is in use."""
+    if (device := current_device()) is None:
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
+class StreamPauses:
+    """Seconds that a device's stream stands still while its program waits for other ranks.
+
+        program   launches ──▶ a ── waits ─── b ── launches ──▶     the host's wait: a to b
+        stream    ──────── computes ────── A ─── B ── computes      the device's: A to B
+
+    A and B are events that the program puts into the stream at a and b. Where the host waits, its device may still
+    compute; where the stream alone waits, as for NCCL, the host goes on. So a rank waits from A to B in both cases.
+    A pause counts once the device has passed it: later than the program, by as many seconds at each reading.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: deque[tuple[torch.Event, torch.Event]] = deque()
+
+    def add(self, begin: torch.Event, end: torch.Event) -> float:
+        """Note a pause; the seconds of those that the device has passed since the last call."""
+        self._pauses.append((begin, end))
+        seconds = 0.0
+        while self._pauses and self._pauses[0][1].query():
+            begin, end = self._pauses.popleft()
+            seconds += begin.elapsed_time(end) / 1000
+        return seconds
 
 
 # ---------------------------------------------------------------------- random numbers

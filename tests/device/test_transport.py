@@ -234,6 +234,28 @@ def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, whic
     crew.check_all(crew.together(device, 2, work, backend=backend, mesh={"stage": 2}))
 
 
+# ---------------------------------------------------------------------- waits
+
+
+def test_a_rank_counts_its_streams_waits(device: str) -> None:
+    from polytempo.device import StreamPauses, time_mark
+
+    def work(world: ProcessWorld, card: torch.device) -> dict[str, str]:
+        total, pauses, passed_s = torch.ones(3, device=card), StreamPauses(), 0.0
+        for _ in range(3):
+            begin = time_mark()
+            world.drive(reduced(world, total))
+            end = time_mark()
+            end.synchronize()
+            passed_s += pauses.add(begin, end)
+        return {} if 0 < world.waited_s <= passed_s else {"waits": f"{world.waited_s} s of {passed_s}"}
+
+    async def reduced(world: ProcessWorld, total: Tensor) -> None:
+        await world.port.all_reduce(total)
+
+    crew.check_all(crew.together(device, 2, work))
+
+
 # ---------------------------------------------------------------------- random numbers
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from polytempo import device
+from polytempo.worlds.process import process_world
 
 if torch.accelerator.is_available():
     pytest.skip("this host has an accelerator", allow_module_level=True)
@@ -90,3 +91,51 @@ def test_the_host_counts_no_memory() -> None:
 )
 def test_one_device_for_each_rank(devices: list[list[str]], hosts: str, own: bool) -> None:
     assert device.one_device_for_each(list(hosts), devices) is own
+
+
+# ---------------------------------------------------------------------- waits of a device's rank
+
+
+class Stream:
+    """A stream that has passed its marks by `now_s`."""
+
+    now_s = 0.0
+
+    def mark(self, at_s: float) -> Mark:
+        return Mark(self, at_s)
+
+
+class Mark:
+    def __init__(self, stream: Stream, at_s: float) -> None:
+        self.stream, self.at_s = stream, at_s
+
+    def query(self) -> bool:
+        return self.at_s <= self.stream.now_s
+
+    def elapsed_time(self, end: Mark) -> float:
+        assert self.query()
+        assert end.query()
+        return 1000 * (end.at_s - self.at_s)
+
+
+def test_a_rank_on_a_device_waits_as_long_as_its_stream_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host runs ahead, as with NCCL, so that host times would show no wait; then waits for its own device."""
+    stream = Stream()
+    marks = iter([2.0, 5.0, 9.0, 9.0, 12.0, 12.5])
+    monkeypatch.setattr(process_world, "time_mark", lambda: stream.mark(next(marks)))
+    world = process_world.ProcessWorld(rank=0, hosts=(0,))
+    waited = []
+    for passed_s in (4.0, 9.0, 20.0):
+        wait = world.begin_wait()
+        stream.now_s = passed_s
+        world.waited(wait)
+        waited.append(world.waited_s)
+    assert waited == [0.0, 3.0, 3.5]
+
+
+def test_a_rank_on_the_host_waits_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = process_world.ProcessWorld(rank=0, hosts=(0,))
+    times = iter([1.0, 3.5])
+    monkeypatch.setattr(world, "now_s", lambda: next(times))
+    world.waited(world.begin_wait())
+    assert world.waited_s == 2.5

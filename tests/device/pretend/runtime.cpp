@@ -63,6 +63,7 @@ const at::Generator& default_generator(DeviceIndex card) {
 
 struct Moment {
     std::chrono::steady_clock::time_point at;
+    bool timed; // for times alone: looking whether it is over lands no late copy
 };
 
 static thread_local c10::StreamId current_streams[MOST_CARDS];
@@ -88,13 +89,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeStream(const Stream&) const override { synchronize(); }
     void synchronizeDevice(DeviceIndex) const override { synchronize(); }
 
-    void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override {
+    void record(void** event, const Stream&, DeviceIndex, c10::EventFlag flag) const override {
         if (!*event) *event = new Moment;
-        moment(*event)->at = std::chrono::steady_clock::now();
+        *moment(*event) = {std::chrono::steady_clock::now(), flag == c10::EventFlag::BACKEND_DEFAULT};
     }
     void block(void*, const Stream&) const override {}
     void destroyEvent(void* event, DeviceIndex) const noexcept override { delete moment(event); }
-    bool queryEvent(void*) const override { return finished(); }
+    bool queryEvent(void* event) const override { return moment(event)->timed || finished(); }
     void synchronizeEvent(void*) const override { synchronize(); }
     double elapsedTime(void* start, void* end, DeviceIndex) const override {
         return std::chrono::duration<double, std::milli>(moment(end)->at - moment(start)->at).count();

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from polytempo.core import Port, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
 from polytempo.core.system.first_failure import FirstFailure
+from polytempo.device import StreamPauses, time_mark
 from polytempo.native.group import Group
 from polytempo.native.library import available
 from polytempo.native.meeting import Unreachable
@@ -29,7 +30,7 @@ from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.progress_thread import ProgressThread
 from polytempo.worlds.process.shares import CommittedLoop, EpochSource, LoopWatch, Shares, StepListener
-from polytempo.worlds.process.strand import Pair, PendingOp, Strand
+from polytempo.worlds.process.strand import Pair, PendingOp, Strand, Wait
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
 
@@ -51,7 +52,8 @@ class ProcessWorld:
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
         self.step, self.waited_s = 0, 0.0
-        """Seconds spent waiting for other ranks."""
+        """Seconds spent waiting for other ranks: the device's where one is in use, else the host's."""
+        self._pauses = StreamPauses()
         self.shares = Shares()
         """This rank's parts of the batches that `pt.shard` yielded."""
         self.epoch_source: EpochSource | None = None
@@ -159,10 +161,15 @@ class ProcessWorld:
         else:
             self.trace.add(event if event.step != _UNTIL_AWAITED else event._replace(step=self.step))
 
-    def waited(self, since_s: float) -> None:
-        """The program has waited for other ranks from `since_s` until now. The thread's waiting costs nothing."""
+    def begin_wait(self) -> Wait:
+        """The program or the thread begins to wait for other ranks."""
+        return Wait(self.now_s(), time_mark() if self.in_program else None)
+
+    def waited(self, wait: Wait) -> None:
+        """The wait is over. The thread's waiting costs nothing."""
         if self.in_program:
-            self.waited_s += self.now_s() - since_s
+            now = time_mark() if wait.mark is not None else None
+            self.waited_s += self.now_s() - wait.since_s if now is None else self._pauses.add(wait.mark, now)
 
     def perform(self, op: Op[Any]) -> Any:
         """The answer to an operation, or an object to wait for."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from polytempo.core import WAITING, Op, Program, Task
 from polytempo.core.op import Alone, Compute, Now, Recv, Send, SendReceive, Start, Work
 from polytempo.worlds.process.progress_thread import Modes, ProgressThread
 from polytempo.worlds.process.transport import Begun, Held
 from polytempo.worlds.trace import Event
+
+
+class Wait(NamedTuple):
+    """The begin of a wait for other ranks."""
+
+    since_s: float
+    mark: Any
+    """Where the device's stream stood; None without a device. See `device.StreamPauses`."""
 
 
 class RankWorld(Protocol):
@@ -23,8 +31,11 @@ class RankWorld(Protocol):
     def write(self, event: Event) -> None:
         """Put a line into the trace."""
 
-    def waited(self, since_s: float) -> None:
-        """The rank has waited for others from `since_s` until now."""
+    def begin_wait(self) -> Wait:
+        """The rank begins to wait for others."""
+
+    def waited(self, wait: Wait) -> None:
+        """The wait is over."""
 
     def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
         """A transport's error in this library's words."""
@@ -80,14 +91,14 @@ class PendingOp:
         with self._arriving:
             if self.done:
                 return
-            since_s = self.world.now_s()
+            wait = self.world.begin_wait()
             try:
                 limit_s = self.op.timeout_s
                 self.work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
             except RuntimeError as error:
                 self.error = self.world.translated(self.op, self.event, error)
             self.done = True
-            self.world.waited(since_s)
+            self.world.waited(wait)
             self.world.write(self.event._replace(end_s=self.world.now_s()))
 
     def wait(self) -> Any:
@@ -196,9 +207,9 @@ class Strand:
         if self.progress is None:
             self.advance(block=True)
             return self.task.result()
-        since_s = self.world.now_s()
+        wait = self.world.begin_wait()
         with self.progress.taken(self):
-            self.world.waited(since_s)
+            self.world.waited(wait)
             self._tell()
             self.advance(block=True)
         return self.task.result()
