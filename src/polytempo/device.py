@@ -253,7 +253,7 @@ class StreamPauses:
         self._pauses: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def add(self, begin: torch.Event, end: torch.Event) -> float:
-        """Note a pause; the seconds of those that the device has passed since the last call."""
+        """Note a pause, and get the seconds of all pauses that the device has passed since the last call."""
         self._pauses.append((begin, end))
         seconds = 0.0
         while self._pauses and self._pauses[0][1].query():

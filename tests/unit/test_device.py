@@ -119,7 +119,7 @@ class Mark:
 
 
 def test_a_rank_on_a_device_waits_as_long_as_its_stream_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host runs ahead, as with NCCL, so that host times would show no wait; then waits for its own device."""
+    """The host runs ahead, as with NCCL, so that host times would show no wait; then it waits for its own device."""
     stream = Stream()
     marks = iter([2.0, 5.0, 9.0, 9.0, 12.0, 12.5])
     monkeypatch.setattr(process_world, "time_mark", lambda: stream.mark(next(marks)))

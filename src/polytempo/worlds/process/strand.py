@@ -19,7 +19,7 @@ class Wait(NamedTuple):
 
     since_s: float
     mark: Any
-    """Where the device's stream stood; None without a device. See `device.StreamPauses`."""
+    """The place in the device's stream; None without a device. See `device.StreamPauses`."""
 
 
 class RankWorld(Protocol):
