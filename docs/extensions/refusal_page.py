@@ -25,6 +25,7 @@ CHAPTERS = {
     "PT25": "Rounds of clients",
     "PT26": "Data sources",
     "PT27": "Loops of other libraries",
+    "PT28": "Codecs",
 }
 HEAD = """# Refusals
 

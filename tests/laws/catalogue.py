@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
-from polytempo.compression import bf16, chunk_top_k, feedback, qsgd
+from polytempo.compression import bf16, chunk_top_k, delta, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 from polytempo.server.rules.staleness import power
@@ -184,7 +184,7 @@ SERVED = [
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
     Row("async_sgd", lambda: s.async_sgd(scale=power(2))),
-    Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # small tensors are exact
+    Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=delta(bf16()))),  # small tensors are exact
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
     Row("backup_workers", s.backup_workers, drops=True),
     Row("backup_workers", lambda: s.backup_workers(scale="linear"), drops=True),

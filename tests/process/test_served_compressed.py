@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import polytempo as pt
-from polytempo.compression import bf16, feedback, one_bit
+from polytempo.compression import bf16, delta, feedback, one_bit
 from polytempo.jobs import find
 from polytempo.replay.replay import replay
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 
 
 def test_digits_learn_from_one_bit_pushes_and_repeat_to_the_bit(tmp_path: Path) -> None:
-    strategy = pt.strategies.async_sgd(shards=2, codec=feedback(one_bit()), pull_codec=bf16())
+    strategy = pt.strategies.async_sgd(shards=2, codec=feedback(one_bit()), pull_codec=delta(bf16()))
     result = pt.run(find("digits"), strategy, workers=2, epochs=2, threads=1, out=tmp_path)
     assert result.accuracy is not None
     assert result.accuracy > 0.8

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polytempo.chaos.world import Violation, World
-from polytempo.core.codec import Codec
+from polytempo.core.codec import Codec, PullCodec
 from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
@@ -24,10 +24,17 @@ def counted(num_shards: int, num_tickets: int) -> tuple[Parameter, ...]:
     return (Parameter("counts", num_shards * num_tickets),)
 
 
-def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule, codec: Codec | None = None) -> Shard:
+def new_shard(
+    number: int,
+    num_shards: int,
+    num_tickets: int,
+    rule: Rule,
+    codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
+) -> Shard:
     """A shard with a weight of 0 for each ticket, and SGD."""
     span = Span(number * num_tickets, (number + 1) * num_tickets)
-    service = Service(rule, UpdateRule("sgd"), codec=codec, pull_codec=codec)
+    service = Service(rule, UpdateRule("sgd"), codec=codec, pull_codec=pull_codec)
     parameters = counted(num_shards, num_tickets)
     return Shard(number, parameters, (span,), torch.zeros(num_tickets), service, native=False)
 

@@ -20,7 +20,7 @@ from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.planted.bugs import planted
 from polytempo.chaos.worker import ChaosWorker, Habits, spans
 from polytempo.chaos.world import ChaosMachine, Violation, World
-from polytempo.core.codec import Codec
+from polytempo.core.codec import Codec, PullCodec
 from polytempo.core.rule import Rule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
@@ -151,11 +151,13 @@ def _cast(workers: int, shards: int, replicas: int) -> Participants:
     return Participants(tuple(range(workers)), copies, workers + shards * (replicas + 1))
 
 
-def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> ChaosOutcome:
-    """Run a seed, with a planted bug or none. `codec`: pushes and pulls travel by it; it must be lossless."""
+def run(
+    seed: int, bug: str | None = None, codec: Codec | None = None, pull_codec: PullCodec | None = None
+) -> ChaosOutcome:
+    """Run a seed, with a planted bug or none. Pushes travel by `codec`, pulls by `pull_codec`, both lossless."""
     with planted(bug).planted() if bug is not None else nullcontext():
         scenario = draw(seed)
-        world = ScenarioRun(scenario, codec)
+        world = ScenarioRun(scenario, codec, pull_codec)
         try:
             world.perform()
         except Violation as violation:
@@ -166,9 +168,9 @@ def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> ChaosO
 class ScenarioRun:
     """The machines of one scenario in their world."""
 
-    def __init__(self, scenario: Scenario, codec: Codec | None = None) -> None:
+    def __init__(self, scenario: Scenario, codec: Codec | None = None, pull_codec: PullCodec | None = None) -> None:
         self.scenario, cast = scenario, scenario.cast
-        self._codec = codec
+        self._codec, self._pull_codec = codec, pull_codec
         self.world = World(scenario.plan, scenario.seed)
         self.copies = Copies(cast.workers, cast.copies, self.world)
         self.checkers = Checkers(self.world, self.copies, scenario.tickets, scenario.promises)
@@ -228,7 +230,7 @@ class ScenarioRun:
             chains,
             coordinator,
             TIMING,
-            VectorFormat(parameters=parameters, codec=codec, pull_codec=codec),
+            VectorFormat(parameters=parameters, codec=codec, pull_codec=self._pull_codec),
             peers=next((host for host in scenario.hosts if node in host), ()) if codec is None else (),
         )
         factor = scenario.slowed if node == scenario.workers - 1 else 1.0
@@ -267,7 +269,9 @@ class ScenarioRun:
         return Evaluator(coordinator + 1, coordinator, chains, numel, torch.float32, score, TIMING)
 
     def _shard(self, number: int) -> Shard:
-        return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule, self._codec)
+        scenario = self.scenario
+        codecs = self._codec, self._pull_codec
+        return new_shard(number, scenario.shards, scenario.tickets, scenario.rule, *codecs)
 
     def _launcher(self) -> ChaosLauncher:
         scenario, cast = self.scenario, self.scenario.cast

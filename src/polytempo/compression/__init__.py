@@ -16,6 +16,7 @@ from polytempo.compression.codecs.terngrad import terngrad
 from polytempo.compression.codecs.threshold import threshold
 from polytempo.compression.codecs.top_k import top_k
 from polytempo.compression.encoding.coded import exact
+from polytempo.compression.encoding.delta import delta
 from polytempo.compression.encoding.feedback import feedback
 from polytempo.compression.exchange.all_gather import all_gather
 from polytempo.compression.exchange.point_to_point import recv, send
@@ -26,6 +27,7 @@ __all__ = [
     "all_gather",
     "bf16",
     "chunk_top_k",
+    "delta",
     "dgc",
     "dynamic8",
     "exact",

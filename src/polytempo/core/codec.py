@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.transform import Transform
 
 CodecState = Any
@@ -140,10 +141,38 @@ class PartlyGiven(Protocol):
         """The tensors that are given, and the state afterwards."""
 
 
+@runtime_checkable
+class DeltaCodec(Protocol):
+    """Messages of `codec` as their difference from the message that the receiver holds: `compression.delta`."""
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the messages."""
+
+    @property
+    def facts(self) -> Facts:
+        """Name, law and cost."""
+
+    def difference(self, message: Tensor, held: Tensor | None, version: int, dtype: torch.dtype) -> Tensor:
+        """The wire of `message`, of tensors of `dtype`, for a receiver that holds `held`, of `version`."""
+
+    def message(self, wire: Tensor, held: Tensor | None, version: int, dtype: torch.dtype) -> Tensor:
+        """The message. Raises ValueError where the wire is malformed, or of another base."""
+
+
+PullCodec = Codec | DeltaCodec
+"""The encoding of a parameter server's answers to pulls."""
+
+
 def check_codec(given: object) -> None:
-    """Raise TypeError for anything but a codec, such as `bf16` where `bf16()` is meant. It says how to write it."""
+    """Raise TypeError for anything but a codec, such as `bf16` where `bf16()` is meant. It says how to write it.
+
+    `Incompatible` for `delta`, which only a pull from a server has a base for.
+    """
     if isinstance(given, Codec) and not isinstance(given, type):
         return
+    if isinstance(given, DeltaCodec) and not isinstance(given, type):
+        refuse({"delta", "no pull"}, codec=given.facts.name)
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
     if isinstance(given, Transform) or name.partition("(")[0] == "low_rank":
         raise TypeError(

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from polytempo.core.codec import Codec
+from polytempo.core.codec import Codec, PullCodec
 
 RuleState = Any
 """A tree of ints, floats, strings, tuples and dicts, for msgspec; rules return new ones, never mutate."""
@@ -194,7 +194,7 @@ class Service:
     rate: Rate | None = None
     reassigns: object | None = None
     codec: Codec | None = None
-    pull_codec: Codec | None = None
+    pull_codec: PullCodec | None = None
     numbers_per_batch: int = 1
     """The ticket numbers of a batch at the shards; the last one closes it. More than 1: batches are cut into slices."""
     allow_nan: bool = False

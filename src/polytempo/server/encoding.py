@@ -17,6 +17,7 @@ after    [ r r r | r r r r r ]       a residual is where its element is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from polytempo.compression.exchange.packing import EXACT_BELOW, Packing, whole
 from polytempo.core import Codec, CodecState, NotFinite, PolytempoError, Residual
-from polytempo.core.codec import PartlyGiven
+from polytempo.core.codec import DeltaCodec, PartlyGiven, PullCodec
 from polytempo.server.layout import Parameter, Spans, describe
 from polytempo.server.tensors.optimizer import can_be_native, first_unfinite
 
@@ -138,6 +139,27 @@ class Coding:
 
         No context is needed: `server.service` admits only codecs with wires that are complete without one.
         """
+        message, views = self._checked(message), self._views(vector)
+        for view in views.values():
+            view.fill_(_NOTHING)
+        with self._decoding():
+            self.packing.add_(message, views, step=0, rank=0)
+
+    def put_(self, message: Tensor, vector: Tensor) -> None:
+        """The same to the bit, NaN payloads included, for codecs that keep every element."""
+        message = self._checked(message)
+        with self._decoding():
+            self.packing.put_(message, self._views(vector))
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a codec may raise any of these for bytes that it did not make
+            raise Undecodable(f"no message of {self.codec.facts.name}: {error}") from error
+
+    def _checked(self, message: Tensor) -> Tensor:
+        """`message`, in memory that numbers can be read from. Raises Undecodable."""
         expected = self.packing.num_bytes
         fits = message.numel() == expected if self.packing.fixed else message.numel() <= expected
         if message.dtype is not torch.uint8 or message.dim() != 1 or not fits:
@@ -149,13 +171,7 @@ class Coding:
         begins = message.data_ptr(), message.storage_offset()  # torch views bytes as floats only where both are aligned
         if any(place % _ALIGNED for place in begins) or not message.is_contiguous():
             message = message.clone(memory_format=torch.contiguous_format)
-        views = self._views(vector)
-        for view in views.values():
-            view.fill_(_NOTHING)
-        try:
-            self.packing.add_(message, views, step=0, rank=0)
-        except Exception as error:  # a codec may raise any of these for bytes that it did not make
-            raise Undecodable(f"no message of {self.codec.facts.name}: {error}") from error
+        return message
 
     def _views(self, vector: Tensor) -> dict[str, Tensor]:
         return {each.name: each.of(vector, at) for each, at in zip(self.ranges, self._places, strict=True)}
@@ -238,21 +254,38 @@ class Decoder:
     """Decodes the pulls of a worker from the shards of `shards` into its flat vector."""
 
     def __init__(
-        self, codec: Codec, parameters: Sequence[Parameter], shards: Sequence[Spans], dtype: torch.dtype
+        self, codec: PullCodec, parameters: Sequence[Parameter], shards: Sequence[Spans], dtype: torch.dtype
     ) -> None:
-        self._codec, self._parameters, self._dtype = codec, tuple(parameters), dtype
+        self._delta = codec if isinstance(codec, DeltaCodec) else None
+        self._codec = codec.codec if isinstance(codec, DeltaCodec) else codec
+        self._parameters, self._dtype = tuple(parameters), dtype
         self.move(shards)
 
     @property
     def flops(self) -> float:
         """The cost of decoding a pull."""
-        return sum(coding.packing.flops for coding in self._codings) / 2
+        flops = sum(coding.packing.flops for coding in self._codings) / 2
+        if self._delta is None:
+            return flops
+        return flops + 2.0 * sum(each.numel for coding in self._codings for each in coding.ranges)
 
-    def place_(self, flat: Tensor, shard: int, message: Tensor) -> None:
-        """Put the shard's weights into the flat vector. Raises Overflown where one is NaN or infinite."""
-        coding = self._codings[shard]
+    def held(self, shard: int) -> int:
+        """The version of the shard's message that the worker holds; -1: none that a difference could be added to."""
+        return self._held[shard][0]
+
+    def place_(self, flat: Tensor, shard: int, message: Tensor, version: int = -1) -> None:
+        """Put the shard's weights, of `version`, into the flat vector. Raises Overflown where one is NaN or infinite,
+        and Undecodable."""
+        coding, (base, held) = self._codings[shard], self._held[shard]
+        self._held[shard] = -1, None
         if message.dtype is not self._dtype or message.shape != (sum(each.numel for each in coding.ranges),):
-            coding.into_(message, flat)
+            if self._delta is not None:
+                try:
+                    message = self._delta.message(message, held, base, self._dtype)
+                except ValueError as error:
+                    raise Undecodable(f"shard {shard}: {error}") from error
+                self._held[shard] = version, message
+            coding.put_(message, flat)
             return
         bad = first_unfinite(message, can_be_native(message.dtype))
         for each in coding.ranges:
@@ -267,6 +300,7 @@ class Decoder:
     def move(self, shards: Sequence[Spans]) -> None:
         """Shards hold other ranges from now on."""
         self._codings = [Coding(self._parameters, spans, self._codec, self._dtype, own=False) for spans in shards]
+        self._held: list[tuple[int, Tensor | None]] = [(-1, None)] * len(shards)
 
 
 # ----------------------------------------------------------------------------------------------------- at the shard
@@ -300,16 +334,32 @@ class ShownEncoding:
     """A shard's weights as workers pull them: encoded once for each version.
 
     Weights that the codec refuses, because a step has made them infinite, travel as they are: the shard must go on, and
-    `Decoder` raises the error at the worker that pulls them.
+    `Decoder` raises the error at the worker that pulls them. `delta`: messages are sent as their difference from the
+    weights that the worker pulled last.
     """
 
-    def __init__(self, coding: Coding) -> None:
-        self._coding = coding
+    def __init__(self, coding: Coding, delta: DeltaCodec | None = None) -> None:
+        self._coding, self._delta = coding, delta
         self._version = -1
         self._message: Tensor | None = None
 
-    def message(self, weights: Tensor, version: int) -> Tensor:
-        """Encode `weights`, of `version`, as a message that must not be written to."""
+    def message(self, weights: Tensor, version: int, held: tuple[int, Tensor] | None = None) -> Tensor:
+        """Encode `weights`, of `version`, as a message that must not be written to.
+
+        `held`: the version and the weights of the message that the worker holds.
+        """
+        message = self._whole(weights, version)
+        if self._delta is None or message.dtype is not torch.uint8:
+            return message
+        base, before = (-1, None) if held is None else held
+        if before is not None:
+            try:
+                before, _ = self._coding.encode(before, {}, base, 0)
+            except NotFinite:
+                before = None
+        return self._delta.difference(message, before, base, weights.dtype)
+
+    def _whole(self, weights: Tensor, version: int) -> Tensor:
         if self._message is None or version != self._version:
             try:
                 self._message, _ = self._coding.encode(weights, {}, version, 0)

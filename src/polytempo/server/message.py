@@ -126,7 +126,10 @@ class Push(Request, frozen=True, eq=False):
 
 
 class Pull(Request, frozen=True, eq=False):
-    """Asks for the weights, and of tables for the rows that changed after version `basis` (-1: all)."""
+    """Asks for the weights, and of tables for the rows that changed after version `basis` (-1: all).
+
+    With a `delta` codec the worker holds the weights of `basis`.
+    """
 
     clock: int
     basis: int

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from polytempo.core import Codec
-from polytempo.core.codec import check_codec
+from polytempo.core.codec import DeltaCodec, PullCodec, check_codec
 from polytempo.core.rule import Service
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
@@ -39,9 +39,8 @@ def check_service(service: Service) -> None:
         raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={service.replicas}")
     if service.warm_start < 0:
         raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {service.warm_start}")
-    for codec in (service.codec, service.pull_codec):
-        if codec is not None:
-            check_codec(codec)
+    if service.codec is not None:
+        check_codec(service.codec)
     check_push_codec(service.codec)
     check_pull_codec(service.pull_codec)
     if service.hierarchical:
@@ -104,10 +103,14 @@ def check_push_codec(codec: Codec | None) -> None:
         )
 
 
-def check_pull_codec(codec: Codec | None) -> None:
+def check_pull_codec(codec: PullCodec | None) -> None:
     """Raise ValueError for a codec that leaves weights out, changes them much, or keeps a state: all are pulled."""
     if codec is None:
         return
+    if isinstance(codec, DeltaCodec):
+        check_pull_codec(codec.codec)
+        return
+    check_codec(codec)
     fit = "bf16(), fp16(), int8(), dynamic8() or pca(error=0.1)"
     if codec.facts.memory != "none":
         raise ValueError(

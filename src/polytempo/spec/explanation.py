@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.collectives.cost import sum_cost
+from polytempo.compression.encoding.delta import HEAD_BYTES
 from polytempo.compression.exchange.packing import Packing, whole
-from polytempo.core import Bundle, Codec, Cost, Exchange, Sent, Strategy, Transform
+from polytempo.core import Bundle, Cost, Exchange, Sent, Strategy, Transform
+from polytempo.core.codec import DeltaCodec, PullCodec
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
@@ -224,7 +226,7 @@ def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequ
             yield exchange
             continue
         codec = service.codec if exchange.server == "push" else service.pull_codec
-        each, exact, flops = _encoded(parameters, codec)
+        each, exact, flops = _encoded(parameters, codec, service.shards)
         to_server = exchange.server == "push"
         sent = Sent(workers * service.shards, workers * each, busiest_bytes=each if to_server else 0, rounds=1)
         if to_server and service.hierarchical and (offers := workers - len(set(hosts))):
@@ -235,9 +237,12 @@ def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequ
         )
 
 
-def _encoded(parameters: Bundle, codec: Codec | None) -> tuple[int, bool, float]:
+def _encoded(parameters: Bundle, codec: PullCodec | None, shards: int) -> tuple[int, bool, float]:
     """Bytes of a push or a pull, whether exactly, and a worker's operations for it."""
     if codec is None:
         return num_bytes(parameters), True, 0.0
+    if isinstance(codec, DeltaCodec):
+        most, _, flops = _encoded(parameters, codec.codec, shards)
+        return most + shards * HEAD_BYTES, False, flops + 2.0 * sum(view.numel() for view in parameters.views.values())
     packing = Packing(whole(parameters.views, codec), parameters.views)
     return packing.num_bytes, packing.fixed, packing.flops / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name, identity
 from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness, UpdateRule
 from polytempo.server.rules.asynchronous import in_shares
 from polytempo.server.rules.staleness import scale_of
@@ -18,7 +19,7 @@ def async_diloco(
     shards: int = 1,
     replicas: int = 0,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     scale: str | Staleness = "constant",
 ) -> Strategy:
     """DiLoCo without a meeting: a worker pushes its movement of `period` steps, and continues from the server's model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.staleness import rate_of, scale_of
@@ -15,7 +16,7 @@ def async_sgd(
     replicas: int = 0,
     rate: float | None = None,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     hierarchical: bool = False,
     scale: str | Staleness = "constant",
 ) -> Strategy:

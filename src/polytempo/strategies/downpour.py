@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness, UpdateRule
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.staleness import scale_of
@@ -21,7 +22,7 @@ def downpour(
     warm_start: int = 0,
     overlap: bool = True,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     hierarchical: bool = False,
     scale: str | Staleness = "constant",
 ) -> Strategy:

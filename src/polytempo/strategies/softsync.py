@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import softsync as rule
 from polytempo.server.rules.staleness import rate_of, scale_of
@@ -16,7 +17,7 @@ def softsync(
     scale: str | Staleness = "constant",
     rate: float | None = None,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     hierarchical: bool = False,
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - ρ η (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import within
 from polytempo.server.rules.staleness import rate_of, scale_of
@@ -16,7 +17,7 @@ def ssp(
     replicas: int = 0,
     rate: float | None = None,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     scale: str | Staleness = "constant",
 ) -> Strategy:
     """Every worker pulls, computes, pushes, as in `async_sgd`; at most `bound` steps ahead of the slowest worker.

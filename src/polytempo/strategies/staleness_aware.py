@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import on_arrival, softsync
 from polytempo.server.rules.staleness import scale_of
@@ -15,7 +16,7 @@ def staleness_aware(
     shards: int = 1,
     replicas: int = 0,
     codec: Codec | None = None,
-    pull_codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
     scale: str | Staleness = "inverse",
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - (1/c) Σ (η/τᵢ) gᵢ, c = ⌊λ/n⌋; η where τᵢ = 0.

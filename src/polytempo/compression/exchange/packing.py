@@ -127,6 +127,14 @@ class Packing:
             when = EncodeContext(step, rank, piece.number)
             piece.codec.add_(_typed(wire, piece.codec, out), out, when)
 
+    def put_(self, message: Tensor, outs: Mapping[str, Tensor]) -> None:
+        """outs ← the message, to the bit. Raises ValueError where its length is impossible."""
+        if message.is_meta:
+            return
+        for piece, wire in self._wires(message):
+            out = piece.of(outs[piece.name])
+            out.copy_(piece.codec.decode(_typed(wire, piece.codec, out), out, EncodeContext(0, 0, piece.number)))
+
     def _wires(self, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         lengths = self._sizes
         if not self.fixed:

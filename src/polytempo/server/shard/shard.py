@@ -335,7 +335,7 @@ class Shard:
         return pushed(self.number, worker, waiting, self.version, difference)
 
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
-        values = self._weights.lend_present(worker, waiting.sequence)
+        values = self._weights.lend_present(worker, waiting.sequence, waiting.basis)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
         running = self._running.present
         return pulled(self.number, worker, waiting, self.version, values, rows=rows, running=running)

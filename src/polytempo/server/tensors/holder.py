@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from polytempo.core import Codec
+from polytempo.core.codec import DeltaCodec
 from polytempo.core.rule import Service
 from polytempo.server.encoding import Coding, Pushes, ShownEncoding, Undecodable
 from polytempo.server.layout import Empty, Parameter, Spans, describe, flat_index, numel_of, parameter_parts
@@ -78,10 +79,18 @@ class Holder:
         """The elements of `spans`, which begin as `values`, before the first update."""
         optimizer = self._optimizer(spans, values.dtype, native=self._native)
         codec, pull_codec = self._service.codec, self._service.pull_codec
-        shown = None if pull_codec is None else ShownEncoding(self._coding(pull_codec, spans, values))
+        shown, delta = None, pull_codec if isinstance(pull_codec, DeltaCodec) else None
+        if pull_codec is not None:
+            inner = pull_codec.codec if isinstance(pull_codec, DeltaCodec) else pull_codec
+            shown = ShownEncoding(self._coding(inner, spans, values), delta)
         pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
         weights = Weights(
-            values, optimizer, self._empty, keeps_reads=self.needs_basis, remembers=self._remembers, shown=shown
+            values,
+            optimizer,
+            self._empty,
+            keeps_reads=self.needs_basis or delta is not None,
+            remembers=self._remembers,
+            shown=shown,
         )
         return weights, Admission(
             parameters=self._parameters,

@@ -130,16 +130,24 @@ class Weights:
 
     # ------------------------------------------------------------------ lending
 
-    def lend_present(self, worker: int, sequence: int) -> Tensor:
-        """The present weights for `worker`, or a message of them, with the answer to its request `sequence`."""
+    def lend_present(self, worker: int, sequence: int, basis: int = -1) -> Tensor:
+        """The present weights for `worker`, or a message of them, with the answer to its request `sequence`.
+
+        `basis`: the version of the message that the worker holds, if it says so.
+        """
+        message = None
+        if self._shown is not None:
+            self.leases.setdefault(worker, []).append((sequence, -1))
+            read, number = self.reads.get(worker, (-1, -1))
+            held = (read, self.buffers.tensors[number]) if number >= 0 and read == basis else None
+            message = self._shown.message(self.present, self.version, held)
         if self._keeps_reads:
             self.buffers.hold(self.current)
             if worker in self.reads:
                 self.buffers.release(self.reads[worker][1])
             self.reads[worker] = self.version, self.current
-        if self._shown is not None:
-            self.leases.setdefault(worker, []).append((sequence, -1))
-            return self._shown.message(self.present, self.version)
+        if message is not None:
+            return message
         self.buffers.hold(self.current)
         return self.lend(worker, sequence, self.current)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from polytempo.core.codec import Codec
+from polytempo.core.codec import Codec, PullCodec
 from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.encoding import Decoder, Encoder
 from polytempo.server.layout import Parameter, Spans, part, place_, plain_empty
@@ -49,7 +49,7 @@ class VectorFormat(NamedTuple):
     parameters: Sequence[Parameter] = ()
     codec: Codec | None = None
     """Encodes pushed gradients; None: vectors travel as they are."""
-    pull_codec: Codec | None = None
+    pull_codec: PullCodec | None = None
     """Encodes the shards' answers to pulls."""
 
 
@@ -219,7 +219,8 @@ class Client:
         """Begin a pull. Its value is this client's own flat vector: read it before the next pull begins."""
         pending = PendingExchange(f"pull after step {clock}", set(self._live))
         for shard in self._live:
-            basis = -1 if self._touched is None else self._touched.bases[shard]
+            basis = -1 if self._decoder is None else self._decoder.held(shard)
+            basis = basis if self._touched is None else self._touched.bases[shard]
             self.add(shard, partial(Pull, clock=clock, basis=basis), pending)
         pending.value = self._pulled
         return pending
@@ -345,7 +346,7 @@ class Client:
             if self._decoder is None:
                 place_(self._pulled, self.shards[reply.shard], reply.values)
             else:
-                self._decoder.place_(self._pulled, reply.shard, reply.values)
+                self._decoder.place_(self._pulled, reply.shard, reply.values, reply.version)
             if self._touched is not None:
                 self._touched.arrive(reply.shard, reply.version, reply.rows)
             self.versions[reply.shard] = reply.version

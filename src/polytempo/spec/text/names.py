@@ -18,7 +18,7 @@ BUSY = "busy"
 """The stragglers that were measured while other programs computed: no name of a distribution."""
 COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that names none."""
-NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
+NO_CODECS = frozenset({"all_gather", "delta", "moved_through", "recv", "reduce_scatter", "send", "through"})
 """Names in `compression` that are not codecs."""
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
@@ -152,6 +152,7 @@ def names(load: Load) -> Names:
     """All names, with the functions that `load` has for them."""
     compression, clusters = load("compression"), load("cluster")
     codecs = {name: compression[name] for name in sorted(compression) if name not in NO_CODECS}
+    made_codecs = {name: Factory(function) for name, function in codecs.items()}
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
@@ -173,7 +174,8 @@ def names(load: Load) -> Names:
         samplings=load("federated.sampling"),
         scheduled_data=load("data.scheduled"),
         arguments={
-            **_arguments(load("collectives"), aggregation, codecs, stragglers),
+            **_arguments(load("collectives"), aggregation, made_codecs, stragglers),
+            "pull_codec": {**made_codecs, "delta": Factory(compression["delta"])},
             "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
             "scale": {"constant": "constant", "inverse": "inverse", "power": Factory(powers["power"])},
         },
@@ -183,10 +185,9 @@ def names(load: Load) -> Names:
 def _arguments(
     collectives: Mapping[str, Function],
     aggregation: Mapping[str, Function],
-    codecs: Mapping[str, Function],
+    codecs: Mapping[str, Factory],
     stragglers: Mapping[str, Function],
 ) -> Mapping[str, Mapping[str, object]]:
-    made_codecs = {name: Factory(function) for name, function in codecs.items()}
     distributions = {name: Factory(function) for name, function in stragglers.items()}
     routes: Mapping[str, object] = {
         **{name: collectives[name] for name in _ROUTES},
@@ -203,10 +204,9 @@ def _arguments(
         **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum", "multi_krum", "bulyan")},
     }
     return {
-        "codec": made_codecs,
-        "pull_codec": made_codecs,
-        "activations": made_codecs,
-        "gradients": made_codecs,
+        "codec": codecs,
+        "activations": codecs,
+        "gradients": codecs,
         "route": routes,
         "between": routes,
         "graph": graphs,
