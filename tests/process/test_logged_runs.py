@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import polytempo as pt
 import warm
 from polytempo.core.system.folder_lock import FolderTaken
 from polytempo.jobs import find
+from polytempo.report.status.profile_trace import profiled_ranks
 from polytempo.report.status.records import Logged, LoggedImage, LoggedText, RunFinished, RunStarted
 from polytempo.report.status.stream import stream
 from polytempo.worlds import ProcessWorld
 from process.crew import together
+from silent_tracker import SilentTracker
 
 s = pt.strategies
 KINDS: dict[str, tuple[pt.Strategy, dict[str, Any]]] = {
@@ -97,6 +100,49 @@ def test_a_loop_logs_into_its_folder_and_goes_on(tmp_path: Path) -> None:
     assert [(start.job, start.workers, start.strategy) for start in starts] == [("Linear", 2, str(s.sync_sgd()))] * 2
     assert [record for record in records if isinstance(record, RunFinished)] == [RunFinished(state="finished")] * 2
     assert [record.text for record in records if isinstance(record, LoggedText)] == ["part 2"]
+
+
+@pytest.mark.parametrize("schedule", [s.gpipe(2, 2), s.gpipe(2, 2, inner=s.ssp(bound=1))], ids=["gpipe", "served"])
+def test_a_pipeline_logs_where_its_loss_is_and_goes_on(schedule: pt.Strategy, tmp_path: Path) -> None:
+    """A shown pipeline has the bits of another one."""
+
+    def trained(world: ProcessWorld, steps: int, state: Any = None, **shown: Any) -> tuple[list[float], Any, Any]:
+        torch.manual_seed(0)
+        if schedule.server is None and world.port.mesh is None:
+            pt.init(mesh={"data": 1, "stage": 2})
+        x, y = torch.randn(8, 3), torch.randn(8, 1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        make = functools.partial(torch.optim.SGD, lr=0.1)
+        pipe = pt.pipeline(model, make, nn.functional.mse_loss, schedule, sample=x[:4], **shown)
+        if state is not None:
+            pipe.load_training_state(state)
+        shard, losses = pt.shard(torch.utils.data.TensorDataset(x, y), batch_size=4, seed=1), []
+        while pipe.steps < steps:
+            for batch in shard:
+                if (loss := pipe.step(*batch)) is not None:
+                    losses.append(loss.item())
+                    if shown:
+                        pipe.log(loss=loss)
+        end = pipe.training_state(), pipe.state_dict()
+        pipe.detach()
+        return losses, *end
+
+    def work(world: ProcessWorld) -> list[Any]:
+        shown: dict[str, Any] = {"out": tmp_path, "trackers": [SilentTracker()]}
+        shown |= {} if schedule.server else {"profile": "1:3"}
+        quiet, (losses, state, model) = trained(world, 4), trained(world, 4, **shown)
+        later, *_ = trained(world, 6, state, **shown)
+        return [losses + later, quiet[0], all(torch.equal(quiet[2][name], model[name]) for name in model)]
+
+    first, last = together(2, work)
+    assert first[2]
+    assert last[2]
+    losses, quiet, _ = first if schedule.server else last
+    assert losses[:4] == quiet
+    records = stream(tmp_path)
+    written = [(record.step, record.values) for record in records if isinstance(record, Logged)]
+    assert written == [(step, {"loss": loss}) for step, loss in enumerate(losses, 1)]
+    assert len(profiled_ranks(tmp_path)) == (0 if schedule.server else 2)
 
 
 def test_a_loop_without_a_folder_names_the_argument_and_a_folder_in_use_is_refused(tmp_path: Path) -> None:

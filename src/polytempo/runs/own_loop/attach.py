@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -12,36 +11,29 @@ from torch.optim import Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.system.url_path import Place, place
+from polytempo.core.system.url_path import Place
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
-from polytempo.report.status.records import RunStarted
 from polytempo.runs.own_loop.loop_link import LoopServerStart
-from polytempo.spec.callbacks.reading import Callbacks
+from polytempo.runs.own_loop.watching import Watching, watching
 from polytempo.spec.precision import Precision, precision_of
 from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
-from polytempo.spec.text.profiled_steps import ProfiledSteps, profiled_steps
-from polytempo.spec.tracker_call import trackers_of
+from polytempo.spec.text.profiled_steps import ProfiledSteps
 from polytempo.strategies import sync_sgd
-from polytempo.trackers.table import check_libraries
 from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
 from polytempo.training.hooks.attached_models import set_handle
 from polytempo.training.hooks.drift_watch import OnDrift
 from polytempo.training.hooks.handle import Handle
-from polytempo.training.hooks.loop_callbacks import LoopCallbacks, loop_callbacks
-from polytempo.training.job.run_settings import versions
+from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
 from polytempo.training.observe.callback_host import CallbackHost
-from polytempo.training.observe.loop_folder import LoopFolder
-from polytempo.training.observe.user_log import UserLog
 from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
-from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -106,88 +98,26 @@ def attach(
     batches. Memory: one flat copy of the gradients.
     """
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
-    shown = _watching(strategy, out, trackers, callbacks, profile)
+    shown = watching(strategy, out, trackers, callbacks, profile)
     noise, served = _probe(noise_scale, batch_size), strategy.server is not None
     options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits, str(shown.callbacks))
     branched = _branched(model, Threads(threads, inter_threads), bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = branched.apply(model)
-    _begin_watching(handle, model, strategy, out, shown)
+    _begin_watching(handle, model, strategy, shown)
     return handle
 
 
-class _Watching(NamedTuple):
-    """Options that show a loop, or that follow it."""
-
-    trackers: tuple[object, ...]
-    callbacks: Callbacks
-    profile: ProfiledSteps | None
-
-
-def _watching(
-    strategy: Strategy, out: object, trackers: object, callbacks: object, profile: ProfiledSteps | str | None
-) -> _Watching:
-    """The options as values, checked."""
-    called = loop_callbacks(callbacks, strategy)
-    return _Watching(_shown(trackers, out), called, _profiled(profile, strategy, out is not None))
-
-
-def _begin_watching(
-    handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, out: Place | str | None, watching: _Watching
-) -> None:
+def _begin_watching(handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, shown: Watching) -> None:
     """Open the loop's folder, begin the profile, and call the callbacks' `on_start`."""
-    if out is not None:
-        _log_into(place(out), handle, model, strategy, watching.trackers)
-        _record(handle, watching.profile, place(out))
-    if watching.callbacks:
-        host = CallbackHost(watching.callbacks, None if out is None else str(out))
+    here, world = ref(handle), handle.world  # a handle's hooks keep it alive, and nothing else must
+    shown.begin(handle, world, model, strategy, writes=world.rank == 0, step=lambda: getattr(here(), "step", 0))
+    if shown.callbacks:
+        host = CallbackHost(shown.callbacks, shown.folder)
         if isinstance(handle, ServedHandle):
             handle.begin_callbacks(host)
         else:
-            handle.begin_callbacks(LoopCallbacks(handle.world, model, host))
-
-
-def _record(handle: Handle | ServedHandle, steps: ProfiledSteps | None, out: Place) -> None:
-    """Record the steps in the folder `out`."""
-    if steps is not None and isinstance(handle, Handle):
-        handle.profiler = StepProfiler(handle.world, steps, out)
-        handle.profiler.begins(0)
-
-
-def _profiled(profile: ProfiledSteps | str | None, strategy: Strategy, has_folder: bool) -> ProfiledSteps | None:
-    if profile is None:
-        return None
-    if not has_folder:
-        raise ValueError(f"profile={profile} needs a folder; give out=… as well")
-    refuse(strategy.features | {"own loop", "profile"}, strategy=strategy)
-    return profiled_steps(profile)
-
-
-def _shown(trackers: object, out: object) -> tuple[object, ...]:
-    """The trackers of the loop, each with its library here."""
-    found = trackers_of(trackers)
-    if found and out is None:
-        raise ValueError("trackers read the loop's folder; give out=… as well, and log with handle.log")
-    check_libraries(found)
-    return found
-
-
-def _log_into(
-    out: Place, handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, trackers: tuple[object, ...]
-) -> None:
-    """Let rank 0 write the loop's log into the folder `out`."""
-    world, folder = handle.world, None
-    if world.rank == 0:
-        name = type(model).__name__
-        start = RunStarted(
-            job=name, strategy=str(strategy), world="process", workers=world.size, environment=versions()
-        )
-        folder = LoopFolder(out, start, trackers)
-        if world.deaths is not None:
-            world.deaths.on_death(folder.died)
-    here = ref(handle)  # a handle's hooks keep it alive, and nothing else must
-    log = UserLog(None if folder is None else folder.record, out, lambda: getattr(here(), "step", 0))
-    handle.loop_log.begin(log, folder)
+            handle.begin_callbacks(LoopCallbacks(world, model, host))
 
 
 def _checked(model: object, optimizer: object, strategy: Strategy | str | None) -> Strategy:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Strategy
+from polytempo.core.system.url_path import Place
 from polytempo.partition.cutting import By
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
+from polytempo.runs.own_loop.watching import watching
 from polytempo.spec.text.catalogue import codec_of, strategy_from
-from polytempo.training.hooks.loop_callbacks import loop_callbacks
+from polytempo.spec.text.profiled_steps import ProfiledSteps
+from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current
@@ -35,6 +39,9 @@ def pipeline(
     gradients: Codec | str | None = None,
     seed: int = 0,
     on_drift: Literal["stop", "ignore"] = "stop",
+    out: Place | str | None = None,
+    trackers: Sequence[object] | str = (),
+    profile: ProfiledSteps | str | None = None,
     callbacks: Sequence[object] | str = (),
     world: ProcessWorld | None = None,
 ) -> Pipeline | ServedPipeline:
@@ -71,18 +78,25 @@ def pipeline(
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
-    `callbacks`: as in `attach`. Rank 0 calls them, all stages follow after the same step: `pipe.stopped`,
-    `pipe.asked()`; `pipe.evaluated(values)` gives them the loop's scores, and `pipe.detach()` ends them.
+    `out`, `trackers`, `profile`, `callbacks`: as in `attach`. The rank whose `step` answers the loss writes the folder:
+    `pipe.log(loss=loss)`. Rank 0 calls the callbacks, all stages follow after the same step: `pipe.stopped`,
+    `pipe.asked()`; `pipe.evaluated(values)` gives them the loop's scores. `pipe.detach()` ends all of it.
 
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
     or a codec has a memory or wires of varying length; `Mismatch` where ranks disagree.
     """
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
-    called = loop_callbacks(callbacks, whole)
+    shown = watching(whole, out, trackers, callbacks, profile, features={"pipeline"})
+    made: Pipeline | ServedPipeline
     if whole.server is not None:
         given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
-        return ServedPipeline(world, *given, LoopServerStart(world), called)
-    made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, called)
-    made.watch(on_drift)
+        made = ServedPipeline(world, *given, LoopServerStart(world), shown.callbacks)
+    else:
+        made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, shown.callbacks)
+        made.watch(on_drift)
+    here = ref(made)
+    shown.begin(made, world, model, whole, writes=made.writes, step=lambda: getattr(here(), "steps", 0))
+    if shown.callbacks:
+        made.begin_callbacks(CallbackHost(shown.callbacks, shown.folder))
     return made

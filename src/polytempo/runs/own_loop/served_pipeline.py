@@ -31,6 +31,7 @@ from polytempo.training.model.agree import broadcast_model
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.requirements import check_served
 from polytempo.training.observe.callback_host import CallbackHost
+from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.own_loop.loop_facts import LoopFacts, facts_of_loop
 from polytempo.training.own_loop.served_handle import RowRequests
@@ -44,7 +45,7 @@ from polytempo.worlds import ProcessWorld
 _NONE_YET = "the server begins with the first epoch of pt.shard(loader)"
 
 
-class ServedPipeline:
+class ServedPipeline(LoggingHandle):
     """One rank's stage. `model` holds its parts, `optimizer` the parameters that this rank steps itself.
 
     Rank r is stage r // D of replica r mod D. A step trains on the batch that `pt.shard` has just dealt: the same on
@@ -70,6 +71,7 @@ class ServedPipeline:
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
         """`between`: the strategy that names the server; `strategy` itself, if it has the stages already."""
+        super().__init__()
         self._world, self._strategy, self._between, self._start = world, strategy, between, start
         self._seed, self.schedule = seed, schedule_of(strategy)
         assert strategy.server is not None
@@ -99,14 +101,23 @@ class ServedPipeline:
             moving=nullcontext,
             reading=self._reading,
         )
-        self._steps, self._callbacks = 0, self._begun(callbacks)
+        self._steps = 0
+        self._callbacks: LoopCallbacks | None = None
 
-    def _begun(self, callbacks: Callbacks) -> LoopCallbacks | None:
-        if not callbacks:
-            return None
-        host = CallbackHost(callbacks, None)
+    def begin_callbacks(self, host: CallbackHost) -> None:
+        """Call `on_start`, and the other callbacks in the steps to come. All ranks call it before the first step."""
         requests = RowRequests(host, self._epochs)
-        return LoopCallbacks(self._world, self.model, host, requests, self._epochs.position)
+        self._callbacks = LoopCallbacks(self._world, self.model, host, requests, self._epochs.position)
+
+    @property
+    def steps(self) -> int:
+        """Steps of this rank so far, with the steps before it was resumed."""
+        return self._steps
+
+    @property
+    def writes(self) -> bool:
+        """True on the rank that writes the loop's folder: the first replica's first stage, which gets the loss."""
+        return self._world.rank == 0
 
     # ------------------------------------------------------------------ training
 
@@ -153,6 +164,7 @@ class ServedPipeline:
         if self._callbacks is not None:
             self._callbacks.finish()
         self._epochs.leave()
+        self.loop_log.close()
 
     # ------------------------------------------------------------------ callbacks
 
@@ -211,8 +223,7 @@ class ServedPipeline:
         state["batches"] = len(self._epochs.batches)
         if self._world.rank == 0:
             state["shards"] = loop.states()
-        if self._callbacks is not None:
-            state["callbacks"] = [self._steps, self._callbacks.state()]
+        state["callbacks"] = [self._steps, "" if self._callbacks is None else self._callbacks.state()]
         self._world.drive(barrier(self._world.port))  # no replica trains on before the states are there
         return state
 
@@ -231,6 +242,7 @@ class ServedPipeline:
             )
         self._resumed = state
         self._steps, states = state.get("callbacks", (0, ""))
+        self.loop_log.resumed(self._steps)
         if self._callbacks is not None and states:
             self._callbacks.restore(states, self._steps)
 

@@ -32,7 +32,6 @@ from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
-from polytempo.training.step.step_profiler import StepProfiler
 from polytempo.worlds import ProcessWorld
 
 
@@ -65,8 +64,6 @@ class Handle(LoggingHandle):
         if replica.exchanges_gradients and Promise.LINEAR not in replica.strategy.gradients.promises:
             replica.loss_scale = scale
         agreed_scale = scale if feels_scales else None
-        self.profiler: StepProfiler | None = None
-        """Records steps of the loop, where `attach` was asked to."""
         self._backward = Backward(world, ports, replica, self._members, scale=agreed_scale)
         self._watch: PreemptionWatch | None = None
         self._asked = 0

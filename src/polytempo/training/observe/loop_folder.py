@@ -18,6 +18,7 @@ from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted, diagnosis_of
 from polytempo.trackers.tracked import tracked_loop
 from polytempo.training.observe.user_log import UserLog, set_user_log
+from polytempo.training.step.step_profiler import StepProfiler
 
 
 class LoopFolder:
@@ -93,9 +94,7 @@ class LoopLog:
     def log(self) -> UserLog:
         """ValueError unless `attach` was given a folder."""
         if self._log is None:
-            raise ValueError(
-                "this loop has no folder to log into; give one: pt.attach(model, optimizer, strategy, out='runs/mine')"
-            )
+            raise ValueError("this loop has no folder to log into; give pt.attach or pt.pipeline one: out='runs/mine'")
         return self._log
 
     def resumed(self, step: int) -> None:
@@ -112,16 +111,18 @@ class LoopLog:
 
 
 class LoggingHandle:
-    """The part of an attached loop's handle that logs."""
+    """The part of a loop's handle, or of its pipeline, that shows it."""
 
     def __init__(self) -> None:
         self.loop_log = LoopLog()
-        """The loop's folder, where `attach` was given one."""
+        """The loop's folder, where it was given one."""
+        self.profiler: StepProfiler | None = None
+        """Records steps of the loop, where it was asked to."""
 
     def log(self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **numbers: Any) -> None:
         """Write numbers of your own into the folder `attach(…, out=…)`: `handle.log(perplexity=loss.exp())`.
 
-        Rank 0's are written; see `pt.log`. `step`: by default the optimizer steps so far.
+        One rank's are written; see `pt.log`. `step`: by default the optimizer steps so far.
         """
         self.loop_log.log.log({**(values or {}), **numbers}, step)
 

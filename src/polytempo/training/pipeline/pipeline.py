@@ -29,14 +29,19 @@ from polytempo.training.hooks.loop_callbacks import LoopCallbacks
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series, share_of
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.observe.callback_host import CallbackHost
+from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.pipeline.pipeline_stage import Loss, PipelineStage, laid_out, of_parameters, schedule_of
 from polytempo.training.step.pace_store import watch_pace
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld
 
 
-class Pipeline:
-    """One rank's stage. `model` holds its parts, `optimizer` trains them."""
+class Pipeline(LoggingHandle):
+    """One rank's stage. `model` holds its parts, `optimizer` trains them.
+
+    `watch` and `begin_callbacks` come before the first step; all ranks call them. The first replica's last stage, which
+    gets the loss, `writes` the loop's folder.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class Pipeline:
         seed: int,
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
+        super().__init__()
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
         _check_max_norm(max_norm, self.schedule)
@@ -66,7 +72,22 @@ class Pipeline:
         self._stage.replica.pace = watch_pace(world, strategy, series, self._stage.number)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
-        self._steps, self._callbacks = 0, begun_callbacks(world, self.model, callbacks)
+        self._steps = 0
+        self._callbacks: LoopCallbacks | None = None
+
+    def begin_callbacks(self, host: CallbackHost) -> None:
+        """Call `on_start`, and the other callbacks in the steps to come."""
+        self._callbacks = LoopCallbacks(self._world, self.model, host)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, with the steps before it was resumed."""
+        return self._steps
+
+    @property
+    def writes(self) -> bool:
+        """True on the rank that writes the loop's folder."""
+        return self.stage == self.schedule.stages - 1 and self.ports.data.rank == self._stage.holders.rank == 0
 
     def step(self, *batch: Any) -> Tensor | None:
         """Train on one batch: the model's inputs, then the target. All stages of a replica are given the same.
@@ -84,6 +105,8 @@ class Pipeline:
         if self._world.dealing is not None:
             self._world.dealing.after_step(self._stage.replica, self.ports)
         self._steps += 1
+        if self.profiler is not None:
+            self.profiler.begins(self._steps)
         if self._callbacks is not None:
             self._callbacks.stepped(self._steps)
         return loss
@@ -119,9 +142,13 @@ class Pipeline:
             self._stage.replica.drift.check(buffers=False)
 
     def detach(self) -> None:
-        """End the loop: `on_finish` of callbacks. All ranks call it; a second call does nothing."""
+        """End the loop: its folder, profile, and `on_finish` of callbacks. All ranks call it; a second call does
+        nothing."""
         if self._callbacks is not None:
             self._callbacks.finish()
+        if self.profiler is not None:
+            self.profiler.close()
+        self.loop_log.close()
 
     # ------------------------------------------------------------------ callbacks
 
@@ -214,6 +241,7 @@ class Pipeline:
         self._stage.replica.restore(strategy)
         self._stage.restore(stage)
         self._steps, states = state.get("callbacks", (self._stage.program.step_number, ""))
+        self.loop_log.resumed(self._steps)
         if self._callbacks is not None and states:
             self._callbacks.restore(states, self._steps)
 
@@ -261,11 +289,6 @@ def agreed_cut(
     told |= {"wires": str(schedule.wires)}
     world.drive(agree(port, told | {"callbacks": str(callbacks)}))
     return found, told
-
-
-def begun_callbacks(world: ProcessWorld, model: nn.Module, callbacks: Callbacks) -> LoopCallbacks | None:
-    """The callbacks of a loop around `model`, begun; None without any. All ranks call it."""
-    return LoopCallbacks(world, model, CallbackHost(callbacks, None)) if callbacks else None
 
 
 def _warn_unbalanced(found: Cut) -> None:
