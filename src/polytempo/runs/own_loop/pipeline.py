@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 from torch import nn
@@ -16,13 +16,15 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
-from polytempo.runs.own_loop.watching import watching
+from polytempo.runs.own_loop.watching import Watching, watching
 from polytempo.spec.text.catalogue import codec_of, strategy_from
 from polytempo.spec.text.profiled_steps import ProfiledSteps
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current
+
+P = TypeVar("P", Pipeline, ServedPipeline)
 
 
 def pipeline(
@@ -48,13 +50,9 @@ def pipeline(
     """Cut `model` into the stages of `schedule`, and return this rank's stage.
 
         pt.init()
-        pipe = pt.pipeline(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            nn.functional.cross_entropy,
-            pt.strategies.one_f_one_b(stages=2, micro_batches=8),
-            sample=x,
-        )
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        schedule = pt.strategies.one_f_one_b(stages=2, micro_batches=8)
+        pipe = pt.pipeline(model, sgd, nn.functional.cross_entropy, schedule, sample=x)
         for x, y in loader:
             loss = pipe.step(x, y)
 
@@ -78,8 +76,8 @@ def pipeline(
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
-    `out`, `trackers`, `profile`, `callbacks`: as in `attach`. The rank whose `step` answers the loss writes the folder:
-    `pipe.log(loss=loss)`. Rank 0 calls the callbacks, all stages follow after the same step: `pipe.stopped`,
+    `out`, `trackers`, `profile`, `callbacks`: as in `attach`. The rank that gets the loss from `step` writes the
+    folder: `pipe.log(loss=loss)`. Rank 0 calls the callbacks, all stages follow after the same step: `pipe.stopped`,
     `pipe.asked()`; `pipe.evaluated(values)` gives them the loop's scores. `pipe.detach()` ends all of it.
 
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
@@ -88,15 +86,19 @@ def pipeline(
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
     shown = watching(whole, out, trackers, callbacks, profile, features={"pipeline"})
-    made: Pipeline | ServedPipeline
     if whole.server is not None:
         given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
-        made = ServedPipeline(world, *given, LoopServerStart(world), shown.callbacks)
-    else:
-        made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, shown.callbacks)
-        made.watch(on_drift)
+        return _shown(
+            ServedPipeline(world, *given, LoopServerStart(world), shown.callbacks), world, model, whole, shown
+        )
+    made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, shown.callbacks)
+    made.watch(on_drift)
+    return _shown(made, world, model, whole, shown)
+
+
+def _shown(made: P, world: ProcessWorld, model: nn.Module, strategy: Strategy, shown: Watching) -> P:
     here = ref(made)
-    shown.begin(made, world, model, whole, writes=made.writes, step=lambda: getattr(here(), "steps", 0))
+    shown.begin(made, world, model, strategy, writes=made.writes, step=lambda: getattr(here(), "steps", 0))
     if shown.callbacks:
         made.begin_callbacks(CallbackHost(shown.callbacks, shown.folder))
     return made
