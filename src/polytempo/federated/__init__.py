@@ -6,6 +6,7 @@ from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
 from polytempo.federated.privacy import private
+from polytempo.federated.real_clients import RoundRules, join, make_tickets, revoke, serve
 from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected, weighted
 from polytempo.federated.secure_sum import FixedPoint, secure_bytes, secure_sum
 from polytempo.federated.strategies import (
@@ -35,6 +36,7 @@ __all__ = [
     "FixedPoint",
     "Partition",
     "PartitionFacts",
+    "RoundRules",
     "Sampling",
     "both",
     "by",
@@ -56,12 +58,16 @@ __all__ = [
     "fed_robust",
     "fed_yogi",
     "iid",
+    "join",
+    "make_tickets",
     "over_selected",
     "private",
     "q_fed_avg",
+    "revoke",
     "scaffold",
     "secure_bytes",
     "secure_sum",
+    "serve",
     "shards",
     "strategies",
     "weighted",

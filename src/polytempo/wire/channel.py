@@ -3,8 +3,9 @@
     agent  ChannelClient ── DEALER ─┐
     agent  ChannelClient ── DEALER ─┴▶ ROUTER  ChannelServer  head
 
-Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `MOST_BYTES`, a queue
-`HIGH_WATER` messages. Anything but a message of the expected type is dropped and counted.
+Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `most_bytes`, a queue
+`HIGH_WATER` messages. Anything but a message of the expected type is dropped and counted. Clients have the run's keys,
+or each has its own (`known`); then a message comes with the name of the client that has sent it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from polytempo.wire.guard import ConnectionGuard, watch_by_tcp
-from polytempo.wire.keys import Keys
-from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
+from polytempo.wire.guard import ConnectionGuard, Known, watch_by_tcp
+from polytempo.wire.keys import ClientKeys, Keys
+from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, Frame, cut, named, received
 
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.processes.worker.MAX_RESULT_BYTES`)."""
-_MOST_PARTS = MOST_BYTES // PART_BYTES + 1
 HIGH_WATER = 10_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
 """Heartbeats of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
@@ -43,12 +43,23 @@ class ChannelServer(Generic[In, Out]):
     Errors: ValueError where this host cannot listen there.
     """
 
-    def __init__(self, address: str, keys: Keys, takes: type[In]) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys,
+        takes: type[In],
+        *,
+        known: Known | None = None,
+        most_bytes: int = MOST_BYTES,
+        high_water: int = HIGH_WATER,
+    ) -> None:
         self._context = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(takes)
-        self._router = _socket(self._context, zmq.ROUTER, address)
+        self._most_bytes, self._most_parts = most_bytes, most_bytes // PART_BYTES + 2
+        self._names = known is not None
+        self._router = _socket(self._context, zmq.ROUTER, address, high_water)
         watch_by_tcp(self._router, 1e-3 * _HEARTBEAT_TIMEOUT_MS)
-        self._guard = ConnectionGuard(self._context, self._router, keys)
+        self._guard = ConnectionGuard(self._context, self._router, keys, known)
         self._router.curve_server = True
         self._router.curve_secretkey = keys.server_secret
         self._router.router_mandatory = True
@@ -77,12 +88,17 @@ class ChannelServer(Generic[In, Out]):
 
     def take(self, wait_s: float = 0.0) -> tuple[bytes, In] | None:
         """The next (peer, message); None if none comes within `wait_s`."""
+        found = self.take_named(wait_s)
+        return None if found is None else (found[0], found[2])
+
+    def take_named(self, wait_s: float = 0.0) -> tuple[bytes, str, In] | None:
+        """The next (peer, name, message); the name is the answer of `known` for its key ("" without `known`)."""
         until_s = time.monotonic() + wait_s
         while True:
-            parts = received(self._router, MOST_BYTES, _MOST_PARTS)
-            if parts is not None and 2 <= len(parts) <= _MOST_PARTS:
+            name, parts = self._received()
+            if parts is not None and 2 <= len(parts) <= self._most_parts:
                 with suppress(msgspec.DecodeError):
-                    return bytes(parts[0]), self._decoder.decode(b"".join(parts[1:]))
+                    return bytes(parts[0]), name, self._decoder.decode(b"".join(parts[1:]))
             if parts is not None:
                 self.malformed += 1
                 continue
@@ -90,6 +106,11 @@ class ChannelServer(Generic[In, Out]):
             if left_s <= 0:
                 return None
             self._router.poll(math.ceil(1e3 * left_s))
+
+    def _received(self) -> tuple[str, list[Frame] | None]:
+        if self._names:
+            return named(self._router, self._most_bytes, self._most_parts) or ("", None)
+        return "", received(self._router, self._most_bytes, self._most_parts)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let sent messages leave for `linger_s`, and close."""
@@ -103,8 +124,9 @@ class ChannelServer(Generic[In, Out]):
 class ChannelClient(Generic[In, Out]):
     """Connects to the server at `address`, again and again where the connection breaks, and takes `takes`."""
 
-    def __init__(self, address: str, keys: Keys, takes: type[In]) -> None:
-        self.address = address
+    def __init__(self, address: str, keys: Keys | ClientKeys, takes: type[In], *, most_bytes: int = MOST_BYTES) -> None:
+        self.address, self.connections = address, 0
+        self._most_bytes, self._most_parts = most_bytes, most_bytes // PART_BYTES + 2
         self._context = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(takes)
         self._dealer = _socket(self._context, zmq.DEALER, address)
@@ -123,7 +145,7 @@ class ChannelClient(Generic[In, Out]):
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._parted_s = None
+                self._parted_s, self.connections = None, self.connections + 1
             elif self._parted_s is None:
                 self._parted_s = time.monotonic()
         return 0.0 if self._parted_s is None else time.monotonic() - self._parted_s
@@ -140,8 +162,8 @@ class ChannelClient(Generic[In, Out]):
         """The next message; None if none comes within `wait_s`."""
         if wait_s > 0 and not self._dealer.poll(math.ceil(1e3 * wait_s)):
             return None
-        parts = received(self._dealer, MOST_BYTES, _MOST_PARTS)
-        if parts is not None and len(parts) <= _MOST_PARTS:
+        parts = received(self._dealer, self._most_bytes, self._most_parts)
+        if parts is not None and len(parts) <= self._most_parts:
             with suppress(msgspec.DecodeError):
                 return self._decoder.decode(b"".join(parts))
         return None
@@ -155,10 +177,12 @@ class ChannelClient(Generic[In, Out]):
             self._context.term()
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, address: str, high_water: int = HIGH_WATER
+) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.sndhwm = socket.rcvhwm = high_water
     socket.maxmsgsize = MOST_FRAME_BYTES
     socket.ipv6 = "[" in address
     socket.handshake_ivl = _HANDSHAKE_MS

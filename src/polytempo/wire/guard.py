@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 from polytempo.core.system import descriptors
 from polytempo.wire.keys import Keys
 
+Known = Callable[[bytes], str | None]
+"""The name of the peer that has a public key of 32 bytes; None for a stranger. Called in the guard's thread."""
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"polytempo"
 _JOIN_S = 5.0
@@ -46,9 +48,16 @@ _SENT_AT = 200
 class ConnectionGuard:
     """Guards `socket`, which must not be bound yet. Ends when the context ends."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: Keys | None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        keys: Keys | None,
+        known: Known | None = None,
+    ) -> None:
+        """`known`: the name of the peer with a public key, in place of the run's one client key."""
         self._come = self._let_in = 0
-        self._client = keys.client if keys is not None else None
+        self._client, self._known = keys.client if keys is not None else None, known
         self._strangers = Strangers(descriptors.raised())
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED)
         self._questions: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -90,15 +99,18 @@ class ConnectionGuard:
         self._let_in += report["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
         if report["event"] == zmq.Event.ACCEPTED:
             self._come += 1
-            if self._client is not None:
+            if self._client is not None or self._known is not None:
                 self._strangers.come(report["value"], int(report["endpoint"].rpartition(b":")[2]))
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """Yes to the run's client key, no to all else."""
+        """Yes to the run's client key, or to known ones, no to all else. A known peer's messages carry its name."""
         version, number, domain, _, _, mechanism, *credentials = question  # ZeroMQ itself asks, not the peer
-        known = mechanism == b"CURVE" and domain == _DOMAIN and credentials == [self._client]
-        status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-        return [version, number, status, text, b"", b""]
+        name: str | None = None
+        if mechanism == b"CURVE" and domain == _DOMAIN and len(credentials) == 1:
+            [key] = credentials
+            name = self._known(key) if self._known is not None else "" if key == self._client else None
+        status, text = (b"400", b"unknown key") if name is None else (b"200", b"OK")
+        return [version, number, status, text, (name or "").encode(), b""]
 
 
 class Strangers:

@@ -53,6 +53,38 @@ class Keys:
         return z85.decode(self.client_public)
 
 
+@dataclass(frozen=True, repr=False)
+class ClientKeys:
+    """The keys of one client among others that the server tells apart: its own pair, and the server's public key."""
+
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    def __post_init__(self) -> None:
+        """Refuse anything but keys."""
+        right = len(self.client_secret) == len(self.server_public) == _KEY_LENGTH
+        if not right or not _pair(self.client_public, self.client_secret):
+            raise ValueError("these are not a client's CURVE keys; make them with make_client_keys(server_public)")
+
+    def __repr__(self) -> str:
+        return "ClientKeys(…)"
+
+    def to_plain(self) -> dict[str, str]:
+        """The keys for JSON, to be written to a file that its owner alone can read."""
+        return {field.name: getattr(self, field.name).decode("ascii") for field in fields(self)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, str]) -> ClientKeys:
+        """The keys in an answer of `to_plain`. ValueError where it holds no keys."""
+        return cls(**{name: text.encode("ascii") for name, text in plain.items()})
+
+
+def make_client_keys(server_public: bytes) -> ClientKeys:
+    """New keys of a client, from the system's random numbers."""
+    return ClientKeys(server_public, *zmq.curve_keypair())
+
+
 def make_keys() -> Keys:
     """New keys, from the system's random numbers."""
     return Keys(*zmq.curve_keypair(), *zmq.curve_keypair())

@@ -7,6 +7,8 @@ several parts one is encrypted while another travels.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import zmq
 
 Frame = bytes | memoryview
@@ -33,6 +35,22 @@ def received(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> lis
         part = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
+    return _rest(socket, part, most_bytes, most_parts)
+
+
+def named(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> tuple[str, list[Frame]] | None:
+    """The same, and the name that the guard gave the sender for its key ("": it gave none)."""
+    try:
+        part = socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    name = ""
+    with suppress(zmq.ZMQError):  # it has no such property
+        name = str(part.get("User-Id"))
+    return name, _rest(socket, part, most_bytes, most_parts)
+
+
+def _rest(socket: zmq.Socket[bytes], part: zmq.Frame, most_bytes: int, most_parts: int) -> list[Frame]:
     parts: list[Frame] = [part.buffer]
     num_bytes = 0
     while part.more:

@@ -6,7 +6,6 @@ the round's model θ ──▶ client 17: E passes over its data, by a new optim
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,22 +20,23 @@ from polytempo.federated.privacy import add_noise_, clip_
 from polytempo.federated.rounds import by_samples
 from polytempo.federated.sampling import Sampling
 from polytempo.spec.job import Data
-from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
-from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_partition, parse_sampling
 from polytempo.training.federated.client_movements import coded, merged_
 from polytempo.training.federated.client_states import ClientStates
+from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.remote_rounds import RemotePlaces
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
-from polytempo.training.model.randomness import kept_random_states, seed_step
-from polytempo.training.model.run_device import beside
+from polytempo.training.model.randomness import seed_step
 from polytempo.training.step.replica import Replica
 
 
-def cohorts_of(spec: RunSpec, data: Data) -> Cohorts:
+def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
     """The cohorts of a run's rounds. ValueError for data without clients."""
     assert spec.strategy.rounds is not None
     train, given = data.train, spec.options.clients
+    if isinstance(train, RemotePlaces):
+        return train
     if isinstance(train, Clients):
         if given is not None:
             raise ValueError(f"clients={given!r}: the data of job {spec.job.name} have clients already; leave it out")
@@ -71,19 +71,9 @@ class ClientTurns(SlicedGradients):
         super().__init__(replica, spec)
         assert spec.strategy.rounds is not None
         self._spec, self._rounds, self._local = spec, spec.strategy.rounds, spec.strategy.rounds.local
-        with kept_random_states():
-            self._model = model_of(spec.job)
-        move_model(self._model, self._parameters[0].device)
-        self._own = [self._model.get_parameter(name) for name in replica.trainable]
-        self._rates = optimizer_of(spec.job, self._model, spec.lr)
-        """Has the learning rates of the round, by the job's schedule."""
-        self._schedule = schedule_of(spec.job, self._rates, 1)
-        spec.strategy.fit(spec.strategy, self._rates)
-        mine, server = _tensors(self._model), _tensors(replica.model)
-        self._others = {name: (mine[name], server[name]) for name in mine if name not in replica.trainable}
-        """Frozen parameters, kept ones and buffers: the client's, and the server's."""
-        self._kept = {name: mine[name] for name in sorted(self._local.kept(self._model))}
-        self._head = [each for each in self._kept.values() if each.requires_grad]
+        self._passes = LocalPasses(spec, self._local, self._parameters[0].device, tuple(replica.trainable))
+        self._server_tensors = _tensors(replica.model)
+        self._kept = self._passes.kept
         self._controls = {
             f"control/{name}": torch.zeros_like(p) for name, p in replica.trainable.items() if self._local.controls
         }
@@ -134,9 +124,7 @@ class ClientTurns(SlicedGradients):
 
         Cost: a forward and a backward pass for each sample and local epoch. Memory: ⌈log₂S⌉ + 2 models for S clients.
         """
-        while self._schedule is not None and self._schedule.last_epoch < self._replica.step:
-            self._rates.step()  # without gradients: a schedule warns where its optimizer has made no step
-            self._schedule.step()
+        self._passes.follow(self._replica.step)
         self._movements, self._bottoms, self._models = {}, {}, {}
         if self._past:
             now = self._past[self._replica.step % len(self._past)]
@@ -144,16 +132,17 @@ class ClientTurns(SlicedGradients):
         return super().compute(slices, rank)
 
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
-        local, client = self._local, piece.batch
+        local, client, passes, step = self._local, piece.batch, self._passes, self._replica.step
         assert isinstance(client, Client)
         state = {} if self._states is None else self._states.get(client.number)
         self._received = self._model_of(client.age)
-        optimizer = self._begun(state)
-        first_loss = self._loss_of_all(client) if local.fairness else 0.0
-        seed_step(self._seed, client.number, self._replica.step, "client's training")
-        losses = self._trained(client, optimizer, self._correction(state), rank)
-        used.update(i for i, parameter in enumerate(self._own) if parameter.grad is not None)
-        movement = list(torch._foreach_sub(self._received, [parameter.detach() for parameter in self._own]))
+        optimizer = passes.begun(self._received, self._server_tensors | (state if self._kept else {}))
+        first_loss = passes.loss_of_all(client, step) if local.fairness else 0.0
+        guard = self._replica.guard
+        check = None if guard is None else lambda loss: guard.loss(loss, step, rank)
+        losses = passes.trained(client, optimizer, step, self._received, self._correction(state), check)
+        used.update(i for i, parameter in enumerate(passes.own) if parameter.grad is not None)
+        movement = passes.movement(self._received)
         new = {name: tensor.detach().clone() for name, tensor in self._kept.items()}
         changes = self._changes(movement, optimizer, len(losses))
         new |= {name: state[name] + each if state else each.clone() for name, each in changes.items()}
@@ -167,7 +156,7 @@ class ClientTurns(SlicedGradients):
         if local.fairness:
             weight *= first_loss**local.fairness
             norm = sum(float(each.double().square().sum()) for each in movement)
-            slope = local.fairness * first_loss ** (local.fairness - 1) * norm * _rates_of(optimizer)[id(self._own[0])]
+            slope = local.fairness * first_loss ** (local.fairness - 1) * norm * _rates_of(optimizer)[id(passes.own[0])]
             self._bottoms[piece.number] = weight + piece.share * slope
         privacy = self._rounds.privacy
         if privacy is not None:
@@ -188,47 +177,6 @@ class ClientTurns(SlicedGradients):
             self._models[age] = self._coded(found, self._rounds.pull_codec, EncodeContext(step=step + 1))
         return self._models[age]
 
-    def _begun(self, state: dict[str, Tensor]) -> Optimizer:
-        """A new optimizer of the client's model, which is the round's now, with the client's own tensors."""
-        with torch.no_grad():
-            torch._foreach_copy_(list[Tensor](self._own), self._received)
-            for name, (mine, server) in self._others.items():
-                mine.copy_(state[name] if name in self._kept and state else server)
-        optimizer = optimizer_of(self._job, self._model, self._spec.lr)
-        for group, rates in zip(optimizer.param_groups, self._rates.param_groups, strict=True):
-            group["lr"] = rates["lr"]
-        return optimizer
-
-    def _trained(self, client: Client, optimizer: Optimizer, correction: list[Tensor], rank: int) -> list[Tensor]:
-        """Train the client's model; the losses of its steps."""
-        replica, local, losses = self._replica, self._local, list[Tensor]()
-        for epoch in range(local.head_epochs + local.epochs):
-            if local.head_epochs:
-                for each in self._head:
-                    each.requires_grad_(epoch < local.head_epochs)
-                for parameter in self._own:
-                    parameter.requires_grad_(epoch >= local.head_epochs)
-            order = _order(len(client), (self._seed, replica.step, client.number, epoch))
-            for batch in client.batches(local.batch_size, order):
-                optimizer.zero_grad()
-                loss = loss_of(self._job, self._model, beside(self._model, batch))
-                if replica.guard is not None:
-                    replica.guard.loss(loss, replica.step, rank)
-                loss.backward()
-                if local.proximal:
-                    self._pull(local.proximal)
-                for parameter, more in zip(self._own, correction, strict=False):
-                    parameter.grad = more.clone() if parameter.grad is None else parameter.grad.add_(more)
-                optimizer.step()
-                losses.append(loss.detach())
-        return losses
-
-    def _pull(self, mu: float) -> None:
-        """Add μ (θ_k - θ) to the gradients."""
-        for parameter, first in zip(self._own, self._received, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - first, alpha=mu)
-
     def _correction(self, state: dict[str, Tensor]) -> list[Tensor]:
         """c - c_k; c_k is 0 before a client's first round. Empty without control variates."""
         return [server - state[name] if state else server for name, server in self._controls.items()]
@@ -236,31 +184,14 @@ class ClientTurns(SlicedGradients):
     def _changes(self, movement: list[Tensor], optimizer: Optimizer, steps: int) -> dict[str, Tensor]:
         """(θ - θ_k) / (τ η) - c, the change of the client's control variate. Empty without these."""
         rates = _rates_of(optimizer)
-        moved = zip(self._controls.items(), movement, self._own, strict=False)
+        moved = zip(self._controls.items(), movement, self._passes.own, strict=False)
         return {name: each / (steps * rates[id(own)]) - server for (name, server), each, own in moved}
-
-    @torch.no_grad()
-    def _loss_of_all(self, client: Client) -> float:
-        """The mean loss of the round's model on the client's samples."""
-        seed_step(self._seed, client.number, self._replica.step, "client's loss")
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        total, every = 0.0, torch.arange(len(client))
-        for chosen in every.split(self._local.batch_size or len(every)):
-            [batch] = client.batches(None, chosen)
-            total += len(chosen) * float(loss_of(self._job, self._model, beside(self._model, batch)))
-        for module, training in modes:
-            module.training = training
-        return max(total / len(client), _LEAST_LOSS)
 
     def _coded(self, tensors: list[Tensor], codec: Codec | None, when: EncodeContext) -> list[Tensor]:
         """The tensors as their receiver decodes them."""
         if codec is None:
             return tensors
         return [coded(each, codec, when, name) for name, each in zip(self._replica.trainable, tensors, strict=True)]
-
-
-_LEAST_LOSS = 1e-10
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -270,8 +201,3 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _rates_of(optimizer: Optimizer) -> dict[int, float]:
     return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _order(count: int, key: tuple[int, ...]) -> Tensor:
-    """A permutation of a client's samples, drawn from the run's seed, the round, the client and the local epoch."""
-    return torch.from_numpy(np.random.default_rng(key).permutation(count))

@@ -11,6 +11,8 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import ClientTurns
+from polytempo.training.federated.remote_rounds import RemoteData
+from polytempo.training.federated.remote_turns import RemoteTurns
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
@@ -28,7 +30,8 @@ class StepGradients:
     ) -> None:
         self._replica, self._silent = replica, silent
         self._objective = objective_of(spec.job, replica, spec.strategy.distillation)
-        sliced = SlicedGradients if spec.strategy.rounds is None else ClientTurns
+        of_clients = RemoteTurns if isinstance(spec.job.data, RemoteData) else ClientTurns
+        sliced = SlicedGradients if spec.strategy.rounds is None else of_clients
         self._sliced = None if spec.strategy.slices is None else sliced(replica, spec)
 
     @property

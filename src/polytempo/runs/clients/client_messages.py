@@ -1,0 +1,129 @@
+"""Messages between a server of rounds and its clients. They are msgpack, and tensors in them safetensors; no pickle.
+
+client ──ClientHello, ClientMovement, RoundDeclined──▶ server      at each connection it says hello
+       ◀─ClientWelcome, RoundOrder, ClientRefused, RoundsOver─
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+HEADROOM_BYTES = 1 << 20
+"""Bytes of a message beside its tensors."""
+_Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+_Text = Annotated[str, Meta(max_length=2000)]
+
+
+class ClientHello(Struct, tag="hello", frozen=True):
+    """A client is there, with so many samples. `model`: the digest of its model's names, shapes and dtypes."""
+
+    samples: _Count
+    model: _Text
+
+
+class ClientMovement(Struct, tag="movement", frozen=True):
+    """A client's part of round `round`, from the model with the digest `model`."""
+
+    round: _Count
+    model: _Text
+    samples: _Count
+    loss: float
+    movement: bytes
+    right: float = 0.0
+    tested: float = 0.0
+
+
+class RoundDeclined(Struct, tag="declined", frozen=True):
+    """A client cannot take part in round `round`."""
+
+    round: _Count
+    why: _Text
+
+
+class ClientWelcome(Struct, tag="welcome", frozen=True):
+    """The server's run, as far as a client's training depends on it."""
+
+    number: int
+    strategy: str
+    lr: float
+    seed: int
+
+
+class RoundOrder(Struct, tag="round", frozen=True):
+    """A round begins: train from `model`."""
+
+    round: int
+    rates: list[float]
+    model: bytes
+
+
+class ServerBeat(Struct, tag="beat", frozen=True):
+    """The server is there; a client need not answer."""
+
+
+class ClientRefused(Struct, tag="refused", frozen=True):
+    """The server did not take the last message. `final`: nor will it take another one."""
+
+    why: str
+    final: bool = False
+
+
+class RoundsOver(Struct, tag="over", frozen=True):
+    """The run is over, after so many rounds."""
+
+    rounds: int
+
+
+FromClient = ClientHello | ClientMovement | RoundDeclined
+ToClient = ClientWelcome | RoundOrder | ServerBeat | ClientRefused | RoundsOver
+
+
+def packed(tensors: Mapping[str, Tensor]) -> bytes:
+    """Named tensors as bytes."""
+    return save({name: each.detach().to("cpu").contiguous() for name, each in tensors.items()})
+
+
+def unpacked(content: bytes) -> dict[str, Tensor]:
+    """The tensors in bytes of `packed`. ValueError for anything else."""
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise ValueError(f"they are not named tensors ({error})") from error
+
+
+def digest(content: bytes) -> str:
+    """A text that tells contents apart."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def layout(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of the names, shapes and dtypes of tensors."""
+    facts = [[name, str(each.dtype), list(each.shape)] for name, each in sorted(tensors.items())]
+    return digest(msgspec.json.encode(facts))
+
+
+def problem_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """The reason to refuse tensors of a client as its movement; None: they are one.
+
+    Numbers above √max of their dtype are refused, too: their squares would not be finite at the server.
+    """
+    for name, each in found.items():
+        if name not in expected:
+            return f"it has a tensor {name[:80]!r}, which the model does not train"
+        own = expected[name]
+        if each.shape != own.shape or each.dtype != own.dtype:
+            return f"{name} is {each.dtype} of shape {tuple(each.shape)[:8]}, not {own.dtype} of {tuple(own.shape)}"
+        if not bool(torch.isfinite(each).all()):
+            return f"{name} has NaN or infinity"
+        if each.numel() and float(each.abs().max()) > torch.finfo(each.dtype).max ** 0.5:
+            return f"{name} has numbers above {torch.finfo(each.dtype).max ** 0.5:.3g}"
+    return None if found else "it has no tensor"

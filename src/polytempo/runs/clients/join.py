@@ -1,0 +1,187 @@
+"""`join`: a client of a server of rounds. It dials out, trains on its own data, and sends movements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from polytempo.core.calls.refusals import refuse
+from polytempo.core.errors import PolytempoError
+from polytempo.federated.clients import Client
+from polytempo.runs.clients.client_messages import (
+    HEADROOM_BYTES,
+    ClientHello,
+    ClientMovement,
+    ClientRefused,
+    ClientWelcome,
+    FromClient,
+    RoundDeclined,
+    RoundOrder,
+    RoundsOver,
+    ToClient,
+    digest,
+    layout,
+    packed,
+    unpacked,
+)
+from polytempo.runs.clients.tickets import ClientTicket, url_of
+from polytempo.runs.frame.arguments import checked_job
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, model_of
+from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.job.evaluate import Evaluation, tensors_of
+from polytempo.training.model.randomness import kept_random_states
+from polytempo.wire.channel import ChannelClient
+
+PATIENCE_S = 600.0
+_TICK_S = 0.2
+_FAREWELL_S = 2.0
+
+
+class ClientPart(NamedTuple):
+    """A client's part of a run."""
+
+    number: int
+    """The client's."""
+    rounds: int
+    """Rounds of the run."""
+    trained: int
+    """Rounds that this process has trained in."""
+
+
+def join(
+    job: Job | str,
+    ticket: str | Path | ClientTicket,
+    data: Dataset[Any] | Data | str | Path | None = None,
+    *,
+    server: str | None = None,
+    patience_s: float = PATIENCE_S,
+    on_round: Callable[[int], None] | None = None,
+) -> ClientPart:
+    """Be a client of a server until its run is over; see `polytempo.federated.join`."""
+    job = checked_job(job)
+    ticket = ticket if isinstance(ticket, ClientTicket) else ClientTicket.read(ticket)
+    own = data if isinstance(data, Data) else _data(job, data)
+    import_module("torch._dynamo")  # optimizers need it: seconds here instead of in the first round
+    with kept_random_states():
+        tensors = tensors_of(model_of(job))
+    most_bytes = sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
+    address = ticket.server if server is None else url_of(server)
+    channel: ChannelClient[ToClient, FromClient] = ChannelClient(
+        address,
+        ticket.keys,
+        ToClient,  # type: ignore[arg-type] # a union of types
+        most_bytes=most_bytes,
+    )
+    try:
+        return _ClientLoop(job, ticket.number, own, tensors, channel, patience_s, on_round).stay()
+    finally:
+        channel.close(_FAREWELL_S)
+
+
+def _data(job: Job, given: Dataset[Any] | str | Path | None) -> Data:
+    if given is None or isinstance(given, str | Path):
+        return data_of(job, None if given is None else Path(given))
+    return Data(given)
+
+
+class _ClientLoop:
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        data: Data,
+        tensors: dict[str, Tensor],
+        channel: ChannelClient[ToClient, FromClient],
+        patience_s: float,
+        on_round: Callable[[int], None] | None,
+    ) -> None:
+        if not hasattr(data.train, "__len__"):
+            raise ValueError("a client says how many samples it has; give a data set with a length, not a stream")
+        self._job, self._number, self._data, self._channel = job, number, data, channel
+        self._samples, self._layout = len(data.train), layout(tensors)
+        self._patience_s, self._on_round = patience_s, on_round
+        self._passes: LocalPasses | None = None
+        self._evaluation: Evaluation | None = None
+        self._welcome: ClientWelcome | None = None
+        self._answer: ClientMovement | None = None
+        self._trained = 0
+
+    def stay(self) -> ClientPart:
+        """Answer the server's rounds until the run is over."""
+        connections = 0
+        while True:
+            parted_s = self._channel.parted_s
+            if self._channel.connections != connections:
+                connections = self._channel.connections
+                self._channel.send(ClientHello(self._samples, self._layout))
+            if parted_s > self._patience_s:
+                raise PolytempoError(
+                    f"the server at {self._channel.address} was not there for {self._patience_s:g} s, or does not know "
+                    "this ticket; ask its owner, or give a longer patience_s"
+                )
+            message = self._channel.take(_TICK_S)
+            if isinstance(message, RoundsOver):
+                return ClientPart(self._number, message.rounds, self._trained)
+            if isinstance(message, ClientWelcome):
+                self._meet(message)
+            elif isinstance(message, RoundOrder):
+                self._train(message)
+            elif isinstance(message, ClientRefused):
+                print(f"polytempo: the server refused: {message.why}", file=sys.stderr)
+                if message.final:
+                    raise PolytempoError(f"the server at {self._channel.address} refused this client: {message.why}")
+
+    def _meet(self, welcome: ClientWelcome) -> None:
+        if welcome == self._welcome:
+            return
+        strategy = parse_strategy(welcome.strategy)
+        if strategy.rounds is None:
+            refuse({"real clients", "other rounds"}, strategy=strategy, reason="it has no rounds")
+        options = RunOptions(lr=welcome.lr, seed=welcome.seed)
+        spec = RunSpec.of(replace(self._job, schedule=None), strategy, 1, options)
+        assert strategy.rounds is not None
+        self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
+        self._welcome, self._number = welcome, welcome.number
+        if self._data.test is not None and self._job.correct is not None:
+            self._evaluation = Evaluation(self._job, self._passes.model, self._data)
+
+    def _train(self, order: RoundOrder) -> None:
+        if self._passes is None:
+            return
+        mark = digest(order.model)
+        if self._answer is None or (self._answer.round, self._answer.model) != (order.round, mark):
+            try:
+                self._answer = self._trained_from(order, mark, self._passes)
+            except Exception as error:
+                self._channel.send(RoundDeclined(order.round, type(error).__name__))  # its text may have data
+                raise
+            self._trained += 1
+        self._channel.send(self._answer)
+        if self._on_round is not None:
+            self._on_round(order.round)
+
+    def _trained_from(self, order: RoundOrder, mark: str, passes: LocalPasses) -> ClientMovement:
+        model = unpacked(order.model)
+        received = [model[name] for name in passes.names]
+        client = Client(self._number, self._data.train, torch.arange(self._samples), self._data.collate)
+        right, tested = 0.0, 0.0
+        if self._evaluation is not None:
+            right, tested = self._evaluation.sums(model, 0, 1)[2:4].tolist()
+        optimizer = passes.begun(received, model, order.rates)
+        losses = passes.trained(client, optimizer, order.round, received)
+        moved = dict(zip(passes.names, passes.movement(received), strict=True))
+        used = {name: moved[name] for name, own in zip(passes.names, passes.own, strict=True) if own.grad is not None}
+        loss = float(torch.stack(losses).mean())
+        return ClientMovement(order.round, mark, self._samples, loss, packed(used), right, tested)

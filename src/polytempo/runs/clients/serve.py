@@ -1,0 +1,93 @@
+"""`serve`: a run in rounds of clients on machines of their own. It is one process, and sees no data of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch.utils.data import Dataset
+
+from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
+from polytempo.core.strategy import LocalTraining
+from polytempo.federated.real_clients import RoundRules
+from polytempo.report.status.progress import Progress
+from polytempo.runs.clients.client_messages import ClientWelcome
+from polytempo.runs.clients.round_server import RoundServer
+from polytempo.runs.clients.tickets import TicketRoster, url_of
+from polytempo.runs.frame.arguments import checked_job
+from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.spec.job import Job
+from polytempo.spec.result import Result
+from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import parse_strategy, strategy_from
+from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.remote_rounds import RemoteData
+from polytempo.training.job.evaluate import tensors_of
+from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.trainer import Trainer
+
+
+def serve(
+    job: Job | str,
+    strategy: Strategy | str,
+    keys: str | Path,
+    *,
+    listen: str = "127.0.0.1:7777",
+    test: Dataset[Any] | None = None,
+    rules: RoundRules | None = None,
+    options: RunOptions | None = None,
+    on_listening: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
+) -> Result:
+    """Train `job` by `strategy` with the clients of `keys`, which dial in; see `polytempo.federated.serve`."""
+    job, strategy = checked_job(job), strategy_from(strategy)
+    options, rules, roster = with_keywords(options, more), rules or RoundRules(), TicketRoster(keys)
+    _check_strategy(strategy, rules)
+    rounds = strategy.rounds
+    assert rounds is not None
+    spec = RunSpec.of(job, strategy, 1, options)
+    with kept_random_states():
+        passes = LocalPasses(spec, rounds.local, torch.device("cpu"))
+    welcome = ClientWelcome(0, str(strategy), spec.lr, spec.seed)
+    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors_of(passes.model), passes.names)
+    try:
+        own = replace(job, data=RemoteData(rounds.number, server, test))
+        trainer = Trainer(RunSpec.of(own, strategy, 1, options))
+        if on_listening is not None:
+            on_listening(server.address)
+        with show_rows(progress, spec) as show:
+            result = trainer.fit(on_row=show)
+        server.close()
+        return reported(result, options.out) if options.out is not None else result
+    finally:
+        server.abandon()
+
+
+def _check_strategy(strategy: Strategy, rules: RoundRules) -> None:
+    """PT2516 for rounds that need more from clients than movements; ValueError for a merge of too few answers."""
+    rounds, reason = strategy.rounds, None
+    named = False
+    with suppress(ValueError):
+        named = str(parse_strategy(str(strategy))) == str(strategy)
+    if rounds is None:
+        reason = "it has no rounds"
+    elif rounds.privacy is not None:
+        reason = "its guarantee rests on clients that all take part with equal probabilities"
+    elif rounds.codec is not None or rounds.pull_codec is not None:
+        reason = "its movements are codes"
+    elif rounds.local != LocalTraining(*rounds.local[:3]):
+        reason = "its clients keep or send more than movements"
+    elif not named:
+        reason = "its text does not make it again, so no client could follow it"
+    if reason is not None:
+        refuse({"real clients", "other rounds"}, strategy=strategy, reason=reason)
+    assert rounds is not None
+    if rounds.merge is not None:
+        rounds.merge([torch.zeros(2) for _ in range(rules.least(rounds.number))])

@@ -1,0 +1,139 @@
+"""`LocalPasses`: a client's training in a round, the same where a worker plays the client and where the client is one.
+
+the round's model θ ──▶ E passes over the client's samples, by a new optimizer of the job ──▶ θₖ, and the steps' losses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polytempo.core.strategy import LocalTraining
+from polytempo.federated.clients import Client
+from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.randomness import kept_random_states, seed_step
+from polytempo.training.model.run_device import beside
+
+Check = Callable[[Tensor], None]
+_LEAST_LOSS = 1e-10
+
+
+class LocalPasses:
+    """A model of the job, for one client after the other."""
+
+    def __init__(self, spec: RunSpec, local: LocalTraining, device: torch.device, names: Sequence[str] = ()) -> None:
+        """`names`: the parameters that travel (none: all that require a gradient and that no client keeps)."""
+        self._spec, self._job, self._seed, self._local = spec, spec.job, spec.seed, local
+        with kept_random_states():
+            self.model = model_of(spec.job)
+        move_model(self.model, device)
+        kept = local.kept(self.model)
+        self.names = tuple(names) or tuple(
+            name for name, each in self.model.named_parameters() if each.requires_grad and name not in kept
+        )
+        """Names of the parameters that travel."""
+        self.own = [self.model.get_parameter(name) for name in self.names]
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        self.others = {name: each for name, each in tensors.items() if name not in self.names}
+        """Frozen parameters, kept ones and buffers."""
+        self.kept = {name: tensors[name] for name in sorted(kept)}
+        self._head = [each for each in self.kept.values() if each.requires_grad]
+        self._rates = optimizer_of(spec.job, self.model, spec.lr)
+        """Has the learning rates of the round, by the job's schedule."""
+        self._schedule = schedule_of(spec.job, self._rates, 1)
+        spec.strategy.fit(spec.strategy, self._rates)
+
+    def follow(self, step: int) -> None:
+        """Learning rates are a round's from now on; `step` never falls."""
+        while self._schedule is not None and self._schedule.last_epoch < step:
+            self._rates.step()  # without gradients: a schedule warns where its optimizer has made no step
+            self._schedule.step()
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of a client's parameter groups in the round."""
+        return [float(group["lr"]) for group in self._rates.param_groups]
+
+    def begun(
+        self, received: Sequence[Tensor], others: Mapping[str, Tensor], rates: Sequence[float] | None = None
+    ) -> Optimizer:
+        """A new optimizer of the model, which is the round's now; `others` are its tensors that do not travel.
+
+        `rates`: the round's, where another process has followed the schedule.
+        """
+        with torch.no_grad():
+            torch._foreach_copy_(list[Tensor](self.own), list(received))
+            for name, mine in self.others.items():
+                mine.copy_(others[name])
+        optimizer = optimizer_of(self._job, self.model, self._spec.lr)
+        for group, rate in zip(optimizer.param_groups, self.rates if rates is None else rates, strict=True):
+            group["lr"] = rate
+        return optimizer
+
+    def trained(
+        self,
+        client: Client,
+        optimizer: Optimizer,
+        step: int,
+        received: Sequence[Tensor],
+        correction: Sequence[Tensor] = (),
+        check: Check | None = None,
+    ) -> list[Tensor]:
+        """Train the client's model in round `step`; the losses of its steps. `check` sees each before its gradients."""
+        seed_step(self._seed, client.number, step, "client's training")
+        local, losses = self._local, list[Tensor]()
+        for epoch in range(local.head_epochs + local.epochs):
+            if local.head_epochs:
+                for each in self._head:
+                    each.requires_grad_(epoch < local.head_epochs)
+                for parameter in self.own:
+                    parameter.requires_grad_(epoch >= local.head_epochs)
+            order = _order(len(client), (self._seed, step, client.number, epoch))
+            for batch in client.batches(local.batch_size, order):
+                optimizer.zero_grad()
+                loss = loss_of(self._job, self.model, beside(self.model, batch))
+                if check is not None:
+                    check(loss)
+                loss.backward()
+                if local.proximal:
+                    self._pull(local.proximal, received)
+                for parameter, more in zip(self.own, correction, strict=False):
+                    parameter.grad = more.clone() if parameter.grad is None else parameter.grad.add_(more)
+                optimizer.step()
+                losses.append(loss.detach())
+        return losses
+
+    def movement(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """θ - θₖ."""
+        return list(torch._foreach_sub(list(received), [parameter.detach() for parameter in self.own]))
+
+    def _pull(self, mu: float, received: Sequence[Tensor]) -> None:
+        """Add μ (θₖ - θ) to the gradients."""
+        for parameter, first in zip(self.own, received, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - first, alpha=mu)
+
+    @torch.no_grad()
+    def loss_of_all(self, client: Client, step: int) -> float:
+        """The mean loss of the round's model on the client's samples."""
+        seed_step(self._seed, client.number, step, "client's loss")
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        total, every = 0.0, torch.arange(len(client))
+        for chosen in every.split(self._local.batch_size or len(every)):
+            [batch] = client.batches(None, chosen)
+            total += len(chosen) * float(loss_of(self._job, self.model, beside(self.model, batch)))
+        for module, training in modes:
+            module.training = training
+        return max(total / len(client), _LEAST_LOSS)
+
+
+def _order(count: int, key: tuple[int, ...]) -> Tensor:
+    """A permutation of a client's samples, drawn from the run's seed, the round, the client and the local epoch."""
+    return torch.from_numpy(np.random.default_rng(key).permutation(count))

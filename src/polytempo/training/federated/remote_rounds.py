@@ -1,0 +1,77 @@
+"""Rounds of clients elsewhere, as a run's data: places that clients take when a round begins.
+
+a job's data   RemoteData ──▶ RemotePlaces: place 0, 1, …      a round's clients are known when it begins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from polytempo.federated.clients import Client
+from polytempo.spec.job import Data
+
+
+class ClientAnswer(NamedTuple):
+    """A client's part of a round, as it was checked."""
+
+    client: int
+    samples: int
+    loss: float
+    """The mean over its local steps."""
+    movement: dict[str, Tensor]
+    """θ - θₖ by name; parameters that had no gradient are left out."""
+    right: float = 0.0
+    """Right predictions of the round's model on the client's own test samples."""
+    tested: float = 0.0
+
+
+class RemoteRounds(Protocol):
+    """Performs rounds with clients of other processes."""
+
+    def performed(self, number: int, tensors: Mapping[str, Tensor], rates: Sequence[float]) -> list[ClientAnswer]:
+        """Let a cohort train from `tensors` in round `number`; the answers in the order of the draw, at least one.
+
+        `rates`: learning rates of the clients' parameter groups.
+        """
+
+
+@final
+class RemotePlaces(Dataset[Client]):
+    """The places of a round, as `DataShard` deals them."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+
+    def __len__(self) -> int:
+        return self._places
+
+    def __getitem__(self, number: int) -> Client:
+        return Client(number, self, torch.zeros(1, dtype=torch.long), None)
+
+    def order(self, round_number: int) -> Tensor:
+        """All places."""
+        return torch.arange(self._places)
+
+    def counted(self, client: Client) -> int:
+        """1: the weights of clients are known at the end of the round."""
+        return 1
+
+
+@dataclass(frozen=True)
+class RemoteData:
+    """The `data` of a server's job."""
+
+    places: int
+    rounds: RemoteRounds
+    test: Dataset[Any] | None = None
+
+    def __call__(self, path: Path | None) -> Data:
+        """Places to train at, and the server's own test set."""
+        return Data(RemotePlaces(self.places), self.test)
