@@ -97,6 +97,10 @@ class Store(AbstractFileSystem):
             self._operate()
             file.unlink()
 
+    def rm_file(self, path: str) -> None:
+        self._operate()
+        self._file(path).unlink()
+
 
 fsspec.register_implementation("bucket", Store, clobber=True)
 

@@ -26,6 +26,7 @@ CHAPTERS = {
     "PT26": "Data sources",
     "PT27": "Loops of other libraries",
     "PT28": "Codecs",
+    "PT29": "Object stores",
 }
 HEAD = """# Refusals
 

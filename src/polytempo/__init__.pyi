@@ -52,5 +52,6 @@ from polytempo.training.own_loop.shard import shard as shard
 from polytempo.training.parts.hybrid import hybrid as hybrid
 from polytempo.training.parts.split import split as split
 from polytempo.training.trainer import Trainer as Trainer
+from polytempo.worlds.object_store.store_world import join_bucket as join_bucket
 
 __version__: str

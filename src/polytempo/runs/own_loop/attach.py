@@ -31,10 +31,12 @@ from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.own_loop.served_handle import ServedHandle
+from polytempo.training.own_loop.store_loop import attach_in_store
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
 from polytempo.worlds import ProcessWorld, current
+from polytempo.worlds.object_store.store_world import StoreWorld
 
 
 def attach(
@@ -99,13 +101,22 @@ def attach(
     """
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
     shown = watching(strategy, out, trackers, callbacks, profile)
-    noise, served = _probe(noise_scale, batch_size), strategy.server is not None
+    noise, served = _probe(noise_scale, batch_size), strategy.server is not None and not isinstance(world, StoreWorld)
     options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits, str(shown.callbacks))
     branched = _branched(model, Threads(threads, inter_threads), bits)
-    handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
+    begin = attach_served if served else _attach_between_equals
+    handle = begin(model, optimizer, strategy, world=world, options=options)
     handle.threaded = branched.apply(model)
     _begin_watching(handle, model, strategy, shown)
     return handle
+
+
+def _attach_between_equals(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, world: ProcessWorld, options: AttachOptions
+) -> Handle:
+    if isinstance(world, StoreWorld):
+        return attach_in_store(model, optimizer, strategy, world=world, options=options)
+    return attach_replica(model, optimizer, strategy, world=world, options=options)
 
 
 def _begin_watching(handle: Handle | ServedHandle, model: nn.Module, strategy: Strategy, shown: Watching) -> None:

@@ -82,9 +82,7 @@ def attach_replica(
 ) -> Handle:
     """Attach a strategy between ranks: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
-    check_restorable(model, options.on_drift)
-    if options.precision is not None:
-        _check_precision(options.precision, model, optimizer, strategy, options)
+    check_options(model, optimizer, strategy, options)
     world = world or current()
     _check_meeting(world, strategy)
     handle = _handle(world, model, optimizer, strategy, options)
@@ -102,6 +100,13 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
     check_bare(model)
     check_hooks(optimizer)
     check_divided(model, optimizer, strategy)
+
+
+def check_options(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: AttachOptions) -> None:
+    """Raise ValueError for options that do not suit the model, the optimizer or the strategy."""
+    check_restorable(model, options.on_drift)
+    if options.precision is not None:
+        _check_precision(options.precision, model, optimizer, strategy, options)
 
 
 def check_kinds(model: object, optimizer: object) -> None:

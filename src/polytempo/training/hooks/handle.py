@@ -226,6 +226,10 @@ class Handle(LoggingHandle):
 
     # ------------------------------------------------------------------ callbacks
 
+    def on_step(self, heard: Callable[[int], None]) -> None:
+        """Call `heard(step)` after each step and its exchanges; a loop with callbacks has them in its place."""
+        self._step.on_end = heard
+
     def begin_callbacks(self, callbacks: LoopCallbacks) -> None:
         """Let `callbacks` see the steps from now on."""
         self.callbacks, self._step.on_end = callbacks, callbacks.stepped

@@ -69,13 +69,25 @@ class WorldShard:
             self._note = ""
         begun = self._world.shares.begin(self._ranks)
         try:
-            for batch in self.inner:
-                self._world.shares.give(begun, batch, self.inner.share, self._weight_of(batch))
-                yield batch
-                if self._ends():
-                    return
+            self._rewound()
+            going_on = True
+            while going_on:
+                going_on = False
+                for batch in self.inner:
+                    self._world.shares.give(begun, batch, self.inner.share, self._weight_of(batch))
+                    yield batch
+                    if self._ends():
+                        return
+                    if self._rewound():
+                        going_on = True
+                        break
         finally:
             self._world.shares.end(begun)
+
+    def _rewound(self) -> bool:
+        """True if the position has changed, because other workers have gone on without this one."""
+        follows = self._world.follows
+        return follows is not None and follows.rewound(self.inner)
 
     def after_step(self, replica: Replica, ports: Ports) -> None:
         """A replica has finished a step. The first one's speeds count where a loop trains several."""

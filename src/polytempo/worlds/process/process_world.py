@@ -29,7 +29,14 @@ from polytempo.native.meeting import Unreachable
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.progress_thread import ProgressThread
-from polytempo.worlds.process.shares import CommittedLoop, EpochSource, LoopWatch, Shares, StepListener
+from polytempo.worlds.process.shares import (
+    CommittedLoop,
+    EpochSource,
+    FollowingLoop,
+    LoopWatch,
+    Shares,
+    StepListener,
+)
 from polytempo.worlds.process.strand import Pair, PendingOp, Strand, Wait
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
@@ -64,6 +71,8 @@ class ProcessWorld:
         """The state of the loop in `pt.elastic`; None: another loop."""
         self.dealing: StepListener | None = None
         """Deals the batches of `pt.shard` by speed; None: equal parts."""
+        self.follows: FollowingLoop | None = None
+        """Sets the position of `pt.shard` where workers may be left out; None: they may not."""
         self.store: Store | None = None
         """The launcher's, where `pt.init()` has joined it."""
         self.life = 1

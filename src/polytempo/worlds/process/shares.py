@@ -41,6 +41,13 @@ class StepListener(Protocol):
         """A replica has finished a step, on all ranks of `ports`."""
 
 
+class FollowingLoop(Protocol):
+    """A loop that may have to train on samples once more."""
+
+    def rewound(self, shard: Any, /) -> bool:
+        """True if the position of this shard has just been set."""
+
+
 class Batch(NamedTuple):
     """A batch that was yielded: its share, its tensors as far as they live, and their shapes."""
 

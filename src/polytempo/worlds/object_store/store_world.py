@@ -1,0 +1,110 @@
+"""`StoreWorld`: the world of a worker that meets others in an object store alone; `join_bucket` enters it."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from pathlib import Path
+from typing import Any
+
+from polytempo.core.calls.refusals import refuse
+from polytempo.core.op import Collective, Op, Recv, Send
+from polytempo.core.system.url_path import UrlPath
+from polytempo.worlds.object_store.object_store import ObjectStore
+from polytempo.worlds.object_store.objects import objects_at
+from polytempo.worlds.object_store.rounds import StoreRounds
+from polytempo.worlds.process.process_world import ProcessWorld, set_current
+from polytempo.worlds.process.transport import Begun, Transport
+
+
+class StoreTransport(Transport):
+    """Performs collectives through an object store. Messages between two workers are refused (PT2903)."""
+
+    def __init__(self, rounds: StoreRounds) -> None:
+        super().__init__(rounds.worker, rounds.workers, rounds)
+        self._rounds = rounds
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of operations."""
+        return self._rounds.timeout_s
+
+    def forget(self) -> None:
+        """Do nothing: there are no groups."""
+
+    def send(self, op: Send) -> Begun:
+        """Refuse."""
+        self._rounds.check_inside(op)
+        refuse({"object store", "messages"}, what=str(op))
+        raise AssertionError(op)
+
+    def recv(self, op: Recv) -> Begun:
+        """Refuse."""
+        self._rounds.check_inside(op)
+        refuse({"object store", "messages"}, what=str(op))
+        raise AssertionError(op)
+
+    def collective(self, op: Collective[Any]) -> Begun:
+        """Perform it to its end."""
+        answer = self._rounds.perform(op)
+        return Begun(None, lambda: answer)
+
+    def translated(self, op: Op[Any], step: int, peer: int, error: RuntimeError) -> Exception:
+        """The error itself."""
+        return error
+
+
+class StoreWorld(ProcessWorld):
+    """Worker `rounds.worker` of `rounds.workers`; see `join_bucket`."""
+
+    def __init__(self, rounds: StoreRounds) -> None:
+        super().__init__(rounds.worker, range(rounds.workers), group=rounds)
+        self.rounds = rounds
+        self.transport = StoreTransport(rounds)
+
+    def leave(self) -> None:
+        """Tell the other workers not to wait for this one. The end of the process does it, too."""
+        self.rounds.leave()
+
+
+def join_bucket(
+    url: str | Path | UrlPath,
+    *,
+    worker: int,
+    workers: int,
+    wait_s: float = 60.0,
+    timeout_s: float = 1800.0,
+    retry_s: float = 60.0,
+) -> StoreWorld:
+    """Train with workers that see no address of each other, only an object store: `s3://bucket/run`, a shared folder.
+
+        pt.join_bucket("s3://bucket/run", worker=2, workers=4)
+        pt.attach(model, optimizer, "diloco(period=100)")
+        for x, y in pt.shard(data, batch_size=32): …
+
+    Call it in place of `pt.init()`, and once in a process: `attach` and `shard` then use it. Workers have the numbers
+    0 to `workers` - 1, each once. A run has a URL of its own; credentials are the filesystem's own affair. Strategies
+    that exchange rarely work: `local_sgd`, `diloco`, `slowmo`, `sparse_loco` and others made of `every(period, …)`.
+
+    A round waits for a worker for `wait_s` seconds, then goes on without it. A worker that was left out, or that is
+    started again, gets the newest state from another one, with its position in the data, and takes part from the next
+    round on. `timeout_s`: without any other worker for so long it gives up. `retry_s`: an operation of the store is
+    tried again for so long.
+
+    Errors: ValueError for a number out of range; `Incompatible` (PT29xx) for a strategy that exchanges in every step,
+    and for a store without conditional puts; while it trains, `StoreFailed` with the code PT2906 for a store that does
+    not answer, and PT2907 where no worker does.
+
+    Cost of a round of k workers: 3 k + 3 puts, and gets by waiting; a worker sends its tensors once and receives the
+    sum once, and the merger receives the others' tensors.
+    """
+    if not 0 <= worker < workers:
+        raise ValueError(f"worker is {worker} of {workers}; workers count from 0 to workers - 1")
+    for name, seconds in (("wait_s", wait_s), ("timeout_s", timeout_s), ("retry_s", retry_s)):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{name} is a number of seconds over 0, got {seconds}")
+    store = ObjectStore(objects_at(url), str(url), deadline_s=retry_s)
+    world = StoreWorld(StoreRounds(store, worker, workers, wait_s=wait_s, timeout_s=timeout_s))
+    set_current(world)
+    atexit.register(world.leave)
+    return world
