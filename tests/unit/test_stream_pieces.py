@@ -59,7 +59,7 @@ def dealt(pieces: Sequence[Sequence[int]], size: int, steps: int, state: Any = N
         for _, batch in zip(range(steps), shard, strict=False):
             seen += batch[: shard.local_samples].tolist()
             shares.append(shard.share)
-        read = sum(piece.read for piece in shard._pieces._pieces)  # type: ignore[union-attr, attr-defined]
+        read = sum(piece.read for piece in shard.pieces._pieces)  # type: ignore[union-attr, attr-defined]
         found[rank] = seen, shares, shard.state_dict(), read
 
     threads = [Thread(target=work, args=(rank,)) for rank in range(size)]
@@ -118,7 +118,7 @@ def test_a_loader_and_mistakes() -> None:
     epochs = DataShard(Pieces(PIECES), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     for epoch in range(2):
         list(epochs)
-        assert {piece.epoch for piece in epochs._pieces._pieces} == {epoch}  # type: ignore[union-attr, attr-defined]
+        assert {piece.epoch for piece in epochs.pieces._pieces} == {epoch}  # type: ignore[union-attr, attr-defined]
     whole = DataShard(Pieces([range(3)]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     assert whole.reads_all
     assert torch.cat(list(whole)).tolist() == [0, 1, 2]

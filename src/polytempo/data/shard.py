@@ -33,7 +33,7 @@ from polytempo.data.source import (
     sampler_epoch,
     tensors_of,
 )
-from polytempo.data.spans import PlaceSpan, num_places, parted
+from polytempo.data.spans import PlaceSpan, checked_place, num_places, parted
 from polytempo.data.streams.lane_reader import LaneLoaders
 from polytempo.data.streams.lanes import Lanes
 from polytempo.data.streams.sharded_data import ShardedData
@@ -123,7 +123,7 @@ class DataShard:
         """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
-        self._pieces = None if agree is None else in_pieces(self._source, rank, size, agree)
+        self.pieces = None if agree is None else in_pieces(self._source, rank, size, agree)
         self._check()
         self.shares: Shares | None = None
         """The proportion of the ranks' parts of each global batch; None: equal parts. See `deal`."""
@@ -136,7 +136,7 @@ class DataShard:
         self.epoch = 0
         self.consumed = 0
         """Samples of this epoch that have been handed out, over all ranks."""
-        self.local_samples = self.global_samples = 0
+        self.local_samples = self.global_samples = self._earlier = 0
         self.following = 0
         """Micro-batches of the present batch that have not been handed out yet."""
         self._left: list[PlaceSpan] | Callable[[], list[PlaceSpan]] = []
@@ -178,6 +178,16 @@ class DataShard:
         return self.consumed - self._num_left
 
     @property
+    def samples(self) -> int:
+        """Samples of all epochs that have been used, over all ranks. A stream counts earlier epochs in `_earlier`."""
+        return (self._earlier if self.num_samples is None else self.epoch * self.num_samples) + self.used
+
+    @property
+    def epochs(self) -> float:
+        """Epochs that are behind us. A stream counts the ended ones, because its length is unknown."""
+        return self.epoch if self.num_samples is None else self.epoch + self.used / self.num_samples
+
+    @property
     def dataset(self) -> Any:
         """The data set that is dealt."""
         return self._source.dataset
@@ -211,6 +221,7 @@ class DataShard:
             self._anew = False
             yield from self._rest()
             self._anew = self._anew and (self.consumed != self.num_samples or bool(self.left))
+        self._earlier += self.consumed
         self.epoch += 1
         self._begin()
 
@@ -318,13 +329,13 @@ class DataShard:
 
     def _begin(self) -> None:
         self.consumed = 0
-        if self._pieces is not None:
-            self._pieces.begin()
+        if self.pieces is not None:
+            self.pieces.begin()
 
     @property
     def reads_all(self) -> bool:
         """True if each rank reads a stream from its begin to its end."""
-        return self.num_samples is None and self._pieces is None
+        return self.num_samples is None and self.pieces is None
 
     def _follow_sampler(self) -> None:
         named = sampler_epoch(self._source)
@@ -368,8 +379,9 @@ class DataShard:
         something."""
         place: dict[str, Any] = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed}
         place |= {"num_samples": self.num_samples} | ({} if self.shares is None else {"shares": list(self.shares)})
+        place |= {} if self.num_samples is not None else {"earlier": self._earlier}
         place |= {} if self._lanes is None else {"order": self._lanes.order}
-        place |= {} if self._pieces is None else self._pieces.position()
+        place |= {} if self.pieces is None else self.pieces.position()
         return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -378,25 +390,13 @@ class DataShard:
         Raises ValueError where the state is not of this data and seed.
         """
         order = None if self._lanes is None else self._lanes.order
-        pieces, saved = None if self._pieces is None else self._pieces.number, state.get("num_pieces")
+        pieces, saved = None if self.pieces is None else self.pieces.number, state.get("num_pieces")
         if pieces is None and saved is not None:
             raise ValueError(f"the saved position is of a stream in {saved} shards; go on with at most {saved} ranks")
-        mine_by_key = {"seed": self.seed, "num_samples": self.num_samples, "order": order, "num_pieces": pieces}
-        for key, mine in mine_by_key.items():
-            if state.get(key) != mine:
-                raise ValueError(
-                    f"the saved position has {key}={state.get(key)}, this run has {key}={mine}; "
-                    "go on with the same data and seed, or begin again"
-                )
-        epoch, consumed = state["epoch"], state["consumed"]
-        end = float("inf") if self.num_samples is None else self.num_samples
-        if epoch is None or epoch < 0 or consumed is None or not 0 <= consumed <= end:
-            raise ValueError(
-                f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged"
-            )
-        self.epoch, self.consumed = epoch, consumed
-        if self._pieces is not None:
-            self._pieces.resume(state["pieces"])
+        own = {"seed": self.seed, "num_samples": self.num_samples, "order": order, "num_pieces": pieces}
+        (self.epoch, self.consumed), self._earlier = checked_place(state, own), state.get("earlier", 0)
+        if self.pieces is not None:
+            self.pieces.resume(state["pieces"])
         self.left = [PlaceSpan(*span) for span in state.get("left", [])]
         shares = tuple(state.get("shares", ()))
         self.deal(shares if self.balanced and len(shares) == self.size else None)
@@ -410,10 +410,10 @@ class DataShard:
         return ((step, self._mover.moved(batch)) for step, batch in self._batches())
 
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
-        if self._pieces is not None:
-            return self._pieces.batches(self.consumed, self.epoch)
+        if self.pieces is not None:
+            return self.pieces.batches(self.consumed, self.epoch, self._micro_batches)
         if self.num_samples is None:
-            return from_stream(self._source, self.consumed, self.size, self.rank)
+            return from_stream(self._source, self.consumed, self.size, self.rank, self._micro_batches)
         batches = global_batches(self.num_samples - self.consumed, self.global_batch_size, self._parts)
         order, begin = self._order(self.num_samples, self.epoch), self.consumed
         if self.left:

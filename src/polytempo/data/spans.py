@@ -6,8 +6,8 @@ epoch 4     0 ┄┄┄┄ 30 ━━━━ 34 ┄┄┄┄ 38 ━━━━ 42 �
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class PlaceSpan(NamedTuple):
@@ -92,3 +92,18 @@ def between(begin: tuple[int, int], end: tuple[int, int], num_samples: int) -> l
         for epoch in range(begin[0], end[0] + 1)
     ]
     return [span for span in spans if span.size > 0]
+
+
+def checked_place(state: Mapping[str, Any], own: Mapping[str, object]) -> tuple[int, int]:
+    """The epoch and the samples of a saved position. ValueError where it is of other data than `own`, or damaged."""
+    for key, mine in own.items():
+        if state.get(key) != mine:
+            raise ValueError(
+                f"the saved position has {key}={state.get(key)}, this run has {key}={mine}; "
+                "go on with the same data and seed, or begin again"
+            )
+    epoch, consumed = state["epoch"], state["consumed"]
+    end = float("inf") if own["num_samples"] is None else own["num_samples"]
+    if epoch is None or epoch < 0 or consumed is None or not 0 <= consumed <= end:
+        raise ValueError(f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged")
+    return epoch, consumed

@@ -30,12 +30,14 @@ class Usage(NamedTuple):
     """Never used samples with a gradient that some shard did not take (it came too late)."""
 
 
-def in_order(num_samples: int, epoch: int, consumed: int) -> list[dict[str, Any]]:
-    """The usage of a run in which all workers step together, at sample `consumed` of `epoch`.
+def in_order(num_samples: int | None, epoch: int, consumed: int) -> list[dict[str, Any]] | None:
+    """The usage of a run in which all workers step together, at sample `consumed` of `epoch`. None for a stream.
 
-    >>> in_order(10, 2, 4)[1]
+    >>> (in_order(10, 2, 4) or [])[1]
     {'first_epoch': 2, 'last_epoch': 2, 'samples': 10, 'once': 4, 'twice': 0, 'never': 6, 'dropped': 0}
     """
+    if num_samples is None:
+        return None
     rows = [Usage(0, epoch - 1, num_samples, num_samples, 0, 0)] if epoch else []
     if consumed:
         rows.append(Usage(epoch, epoch, num_samples, consumed, 0, num_samples - consumed))

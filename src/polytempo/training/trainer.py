@@ -30,7 +30,7 @@ from polytempo.report.status.records import RunStarted
 from polytempo.report.status.rows import METRIC_KINDS
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, optimizer_of
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
@@ -43,7 +43,7 @@ from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.hooks.speed_balance import SpeedBalance
-from polytempo.training.job.context import Observer, TakeStep, TrainingContext, TrainingSummary, check_length
+from polytempo.training.job.context import Observer, TakeStep, TrainingContext, TrainingSummary
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import StepGradients
@@ -53,6 +53,7 @@ from polytempo.training.job.run_bound import bound_of
 from polytempo.training.job.run_settings import environment_of, settings_of
 from polytempo.training.job.start import replica_of, start_facts
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
+from polytempo.training.model.epoch_lengths import epoch_steps, schedule_in_run
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.background_observer import BackgroundObserver
@@ -134,7 +135,7 @@ class Trainer:
             data=self.data,
             take_step=part.take_step,
             observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
-            scheduler=None if spec.strategy.rounds else schedule_of(job, part.replica.optimizer, len(shard)),
+            scheduler=None if spec.strategy.rounds else schedule_in_run(spec, part.replica.optimizer, shard),
             average=average_of(self.model, options),
             host=host_of(options),
             unchecked=unfinite_names(self.model),
@@ -183,7 +184,9 @@ class Trainer:
             if out is not None or context.host is not None:
                 alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
                 wish = Control if host is None else host.take
-                watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1, wish)
+                watch = PreemptionWatch(
+                    world, notice, epoch_steps(context.shard, self.options.steps) if alone else 1, wish
+                )
                 leaves, asks = watch.agreed, watch.asked
             context = replace(context, record=record, leaves=leaves, asks=asks)
             if context.replica.pace is not None:
@@ -408,7 +411,7 @@ def result_of(
         stages=[first[number] for number in sorted(first)] or None,
         started_from=start_facts(context.options),
         callbacks=None if context.host is None else context.host.report(),
-        ledger=in_order(check_length(shard), shard.epoch, shard.used) if learned and one_model else None,
+        ledger=in_order(shard.num_samples, shard.epoch, shard.used) if learned and one_model else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from polytempo.data.plan import Pick, check_enough, pick
+from polytempo.data.plan import Pick, check_enough, cut, micro_batches, pick
 from polytempo.data.source import Source, worker_settings
 
 
@@ -24,16 +24,17 @@ def groups(samples: Iterator[Any], size: int, batch_size: int) -> Iterator[list[
         held = following
 
 
-def from_stream(source: Source, consumed: int, size: int, rank: int) -> Iterator[tuple[Pick, Any]]:
-    """One rank's batches of a stream that every rank reads in full, after `consumed` samples."""
+def from_stream(source: Source, consumed: int, size: int, rank: int, cuts: int = 1) -> Iterator[tuple[Pick, Any]]:
+    """One rank's batches of a stream that every rank reads in full, after `consumed` samples, each in at most `cuts`
+    micro-batches."""
     collate = default_collate if source.loader is None else source.loader.collate_fn
     samples = islice(iter(_samples(source)), consumed, None)
     start = consumed
     for group in groups(samples, size, source.batch_size):
         if start == 0:
             check_enough(len(group), size)
-        step = pick(start, len(group), size, rank)
-        yield step, collate(group[step.start - start : step.stop - start])
+        for step in cut(pick(start, len(group), size, rank), micro_batches(cuts, len(group), size)):
+            yield step, collate(group[step.start - start : step.stop - start])
         start += len(group)
     if start == 0:
         check_enough(0, size)

@@ -23,11 +23,12 @@ from polytempo.partition.branches import Threads
 from polytempo.runs.frame.short_fork import in_fork
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.spec.job import Job
-from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of
 from polytempo.spec.objective import batch_weight, loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import cohorts_of
 from polytempo.training.job.evaluate import Evaluation, check_goals, check_plateau, tensors_of
+from polytempo.training.model.epoch_lengths import check_stream, schedule_in_run
 from polytempo.training.model.requirements import check_loss, check_model, fitted
 from polytempo.training.model.run_device import beside, devices_of, on_device, run_device
 from polytempo.training.parts.parted_training import check_parted_model
@@ -127,10 +128,10 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
             if each.strategy.parted is not None:
                 check_parted_model(each, model, data)
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
-        if shard.num_samples is not None:
-            schedule = schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
-            for each in specs:
-                check_plateau(each, schedule, has_test=data.test is not None)
+        for each in specs:
+            check_stream(each, shard)
+            schedule = schedule_in_run(each, optimizer_of(job, model, spec.lr), shard)
+            check_plateau(each, schedule, has_test=data.test is not None)
         check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
         if here:

@@ -37,7 +37,7 @@ from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
 from polytempo.runs.simulated.virtual_paces import bound_of_outcome, watch_paces
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, optimizer_of
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
@@ -51,6 +51,7 @@ from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import train
 from polytempo.training.job.start import replica_of, with_start
+from polytempo.training.model.epoch_lengths import schedule_in_run
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.callback_host import host_of
@@ -286,7 +287,7 @@ def _context(
         data=data,
         take_step=take_step,
         observer=observer,
-        scheduler=None if spec.strategy.rounds else schedule_of(spec.job, holding.replica.optimizer, len(shard)),
+        scheduler=None if spec.strategy.rounds else schedule_in_run(spec, holding.replica.optimizer, shard),
         average=average_of(model, spec.options),
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,

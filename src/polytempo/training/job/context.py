@@ -191,10 +191,10 @@ class TrainingSummary(NamedTuple):
 
 
 def check_length(shard: DataShard) -> int:
-    """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
+    """Samples of an epoch. Raises ValueError for a stream, where its length is needed."""
     if shard.num_samples is None:
         raise ValueError(
-            "a job needs data with a length; count the stream once with pt.data.counted(stream), or write the loop "
-            "yourself with pt.shard"
+            "this needs data with a length: a job on a stream is trained by pt.run, pt.Trainer and pt.simulate, with "
+            "a fixed number of workers; count the stream once with pt.data.counted(stream) for everything else"
         )
     return shard.num_samples

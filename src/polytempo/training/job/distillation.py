@@ -20,6 +20,7 @@ from polytempo.core import Port
 from polytempo.core.state import nodes
 from polytempo.core.strategy import Distillation
 from polytempo.data.shard import DataShard
+from polytempo.data.streams.stream_pieces import RowsHeard
 from polytempo.federated.clients import only
 from polytempo.partition.tensor import SplitModel
 from polytempo.partition.tensor.layers.linear import VocabularyLinear
@@ -27,6 +28,7 @@ from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import cohorts_of
+from polytempo.training.model.epoch_lengths import check_stream
 from polytempo.training.model.ports import DATA, ports_of
 from polytempo.training.step.replica import Replica
 
@@ -79,7 +81,7 @@ def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataSh
         cohorts = cohorts_of(spec, data)
         source, more["order"] = DataLoader(cohorts, collate_fn=only), cohorts.order
         more["device"] = None  # a client's batches are moved in its turn, and its samples' numbers stay
-    return DataShard(
+    shard = DataShard(
         source,
         rank=place.rank,
         size=place.size,
@@ -88,8 +90,11 @@ def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataSh
         global_batch_size=spec.options.global_batch_size,
         slices=spec.strategy.slices,
         micro_batches=spec.options.accumulate,
+        agree=RowsHeard(),
         **more,
     )
+    check_stream(spec, shard)
+    return shard
 
 
 def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:

@@ -23,19 +23,20 @@ from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
 from polytempo.spec.rates.plateau import Plateau
-from polytempo.training.job.context import Moment, Observer, TrainingContext, TrainingSummary, check_length
+from polytempo.training.job.context import Moment, Observer, TrainingContext, TrainingSummary
 from polytempo.training.job.evaluate import check_goals, check_plateau
 from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.sliced_step import BatchSlice, next_slices, weighed_slices
 from polytempo.training.job.step_parts import parts_of
 from polytempo.training.model.agree import share_of
+from polytempo.training.model.epoch_lengths import row_interval
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
+from polytempo.training.model.stream_meeting import StreamMeeting
 from polytempo.training.observe.user_log import UserLog, unwritten_at, written_to
 from polytempo.training.step.guard import check_final, check_score
 
-ROWS_PER_EPOCH = 10
 STEPS_BETWEEN_SCORES = 4
 """An epoch that ends earlier after a score is not scored."""
 
@@ -56,16 +57,22 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
 
 
 async def _trained(port: Port, context: TrainingContext, log: UserLog) -> TrainingSummary:
-    check_length(context.shard)
     check_goals(context.job, context.options, has_test=context.data.test is not None)
     check_plateau(context.spec, context.scheduler, has_test=context.data.test is not None)
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
     scored_step = context.replica.step
-    await _move_rate(port, context, clock)  # a score that ended with the last group of an elastic run
+    if context.shard.num_samples is not None:
+        await _move_rate(port, context, clock)  # a score that ended with the last group of an elastic run
     while not _over(context):
-        if not await _rest_of_epoch(ports, context, meter, clock, log):
+        begun = _position(context)[0]
+        has_trained = await _rest_of_epoch(ports, context, meter, clock, log)
+        if context.shard.num_samples is None and _position(context)[0] > begun:  # a stream's end is known only now
+            if _scores_at(context, begun):
+                await _score(port, context, clock)
+            await _move_rate(port, context, clock)
+        if not has_trained:
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
         is_due = over or step - scored_step >= STEPS_BETWEEN_SCORES  # many workers make short epochs
@@ -114,8 +121,9 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
     port, data = ports.whole, ports.data
     grow(context.spec, context.shard)
-    a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
+    a_row_every = row_interval(context.shard, context.options.steps)
     batches = iter(context.shard)
+    meeting = StreamMeeting(data, context.shard, context.job, context.spec.seed)
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
@@ -128,9 +136,11 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if context.balance is not None:
             context.balance.begins()
         before = _position(context)[0]
+        await meeting.hear(step)
         batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
+        await meeting.ask(step + 1)
         if context.replica.pace is not None:
             context.replica.pace.has_batch()
         context.observer.begins(port.rank, step)
@@ -157,11 +167,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             context.host.stepped(*await _moment(port, context, clock))
         if _scores_at(context, before):
             await _score(port, context, clock)
-        await _move_rate(port, context, clock)
+        if context.shard.num_samples is not None or context.options.eval_every is not None:
+            await _move_rate(port, context, clock)
         if _saves_at(context, step + 1) and not (_ends_epoch(context) or _finished(context)):
             await _save(port, context, clock)
         if _finished(context):
             break
+    await meeting.end()
     return context.replica.step > first_step
 
 
@@ -220,7 +232,7 @@ def _saves_at(context: TrainingContext, step: int) -> bool:
 
 def _ends_epoch(context: TrainingContext) -> bool:
     """True if the epoch's score comes next."""
-    return context.shard.used == check_length(context.shard)
+    return context.shard.used == context.shard.num_samples
 
 
 def _scores_at(context: TrainingContext, before: float) -> bool:
@@ -300,8 +312,7 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
 
 def _position(context: TrainingContext) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
-    shard, length = context.shard, check_length(context.shard)
-    return shard.epoch + shard.used / length, context.spec.strategy.groups * (shard.epoch * length + shard.used)
+    return context.shard.epochs, context.spec.strategy.groups * context.shard.samples
 
 
 def _over(context: TrainingContext) -> bool:

@@ -31,8 +31,8 @@ from polytempo.spec.objective import batch_weight, loss_of, part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.meter import Meter
-from polytempo.training.job.program import ROWS_PER_EPOCH
 from polytempo.training.job.sliced_step import BatchSlice
+from polytempo.training.model.epoch_lengths import ROWS_PER_EPOCH
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.run_device import device_of
 from polytempo.training.observe.user_log import UserLog, written_to

@@ -232,6 +232,14 @@ class Replica:
             if not count:
                 bucket.leave(name)
 
+    def drop_stand_in(self, share: float | None) -> None:
+        """Zero the gradient of a batch that counts nothing (`share` 0), where no exchange has left it out: a rank
+        without samples then trains on no copy of another's. Call it before `agree_to_step`."""
+        if share == 0.0 and not any(bucket.answered for bucket in self.buckets):
+            for parameter in self.trainable.values():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
     async def agree_to_step(self, port: Port) -> None:
         """Agree before `optimizer.step` if gradients of any rank of `port` overflowed, so that all leave the step out.
 

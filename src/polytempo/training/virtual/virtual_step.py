@@ -130,6 +130,7 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
     for earlier in exchanges:
         await earlier
     await replica.leave_unused(port)
+    replica.drop_stand_in(work.share)
     if replica.clip_norm is not None:
         model = replica.splits[0].group.port if replica.splits else port.among([port.rank])
         await replica.clip_whole(port, model, replica.clip_norm)
