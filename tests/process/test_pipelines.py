@@ -342,7 +342,7 @@ def test_what_cannot_be_is_refused() -> None:
                 for s in ("ddg", "shared_memory", "sync_sgd(route=invariant)")
             ),
             refused(lambda: pt.pipeline(perceptron(2), sgd, mse, schedules.interleaved(2, 2, parts=4), sample=SAMPLE)),
-            refused(lambda: whole.watch("restore")),
+            refused(lambda: pt.pipeline(perceptron(), sgd, mse, ddg(2), sample=SAMPLE, on_drift="restore")),
             refused(lambda: [whole.step(*batch) for batch in pt.shard(data, batch_size=1)]),
             refused(lambda: [whole.step(x.tile(2, 1), y.tile(2, 1)) for x, y in pt.shard(data, batch_size=1)]),
         ]

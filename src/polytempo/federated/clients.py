@@ -212,13 +212,17 @@ class Cohorts(Dataset[Client]):
         self._samples = sum(clients.sizes)
         if buffering is not None and clients.sampling != Sampling():
             raise ValueError(
-                "an asynchronous server draws its clients itself; give the data no sampling, or use fed_avg()"
+                "an asynchronous server draws its clients itself; leave out sampling= of the run or the data, or use "
+                "fed_avg()"
             )
         self._arrivals = (
             None if buffering is None else Arrivals(clients.sizes, size, *buffering[:3], seed, buffering.lost)
         )
         if expected is not None and clients.sampling != Sampling():
-            raise ValueError("clients of private rounds take part with equal probabilities; give the data no sampling")
+            raise ValueError(
+                "clients of private rounds take part with equal probabilities; leave out sampling= of the run or the "
+                "data"
+            )
         self._took_part: set[int] = set()
         self._known_rounds = 0
         self._likely = None if expected is None else expected / len(clients.parts)

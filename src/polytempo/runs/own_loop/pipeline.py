@@ -83,6 +83,11 @@ def pipeline(
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
     or a codec has a memory or wires of varying length; `Mismatch` where ranks disagree.
     """
+    if on_drift not in ("stop", "ignore"):
+        raise ValueError(
+            f"on_drift={on_drift!r}: messages under way in a replica of a stage that has drifted could not be "
+            'restored; give on_drift="stop" or "ignore"'
+        )
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
     shown = watching(whole, out, trackers, callbacks, profile, features={"pipeline"})

@@ -173,11 +173,6 @@ class Pipeline(LoggingHandle):
 
     def watch(self, on_drift: Literal["stop", "ignore"]) -> None:
         """Compare this stage with its replicas from now on; see `pipeline`. All ranks call it before the first step."""
-        if on_drift not in ("stop", "ignore"):
-            raise ValueError(
-                f"on_drift={on_drift!r}: what is under way in a replica of a stage that has drifted could not be "
-                'restored; give on_drift="stop" or "ignore"'
-            )
         self._stage.replica.drift = watch(self._world, self.ports.data, self._stage.replica, on_drift)
 
     @property
