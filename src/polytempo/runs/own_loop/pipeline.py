@@ -83,11 +83,7 @@ def pipeline(
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
     or a codec has a memory or wires of varying length; `Mismatch` where ranks disagree.
     """
-    if on_drift not in ("stop", "ignore"):
-        raise ValueError(
-            f"on_drift={on_drift!r}: messages under way in a replica of a stage that has drifted could not be "
-            'restored; give on_drift="stop" or "ignore"'
-        )
+    _check_drift(on_drift)
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
     shown = watching(whole, out, trackers, callbacks, profile, features={"pipeline"})
@@ -99,6 +95,14 @@ def pipeline(
     made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed, shown.callbacks)
     made.watch(on_drift)
     return _shown(made, world, model, whole, shown)
+
+
+def _check_drift(on_drift: str) -> None:
+    if on_drift not in ("stop", "ignore"):
+        raise ValueError(
+            f"on_drift={on_drift!r}: messages under way in a replica of a stage that has drifted could not be "
+            'restored; give on_drift="stop" or "ignore"'
+        )
 
 
 def _shown(made: P, world: ProcessWorld, model: nn.Module, strategy: Strategy, shown: Watching) -> P:
