@@ -2,6 +2,7 @@
 
 from polytempo.federated import strategies
 from polytempo.federated.arrivals import Arrivals, ClientArrival
+from polytempo.federated.client_folders import from_folder
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts, clients
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
@@ -57,6 +58,7 @@ __all__ = [
     "fed_rep",
     "fed_robust",
     "fed_yogi",
+    "from_folder",
     "iid",
     "join",
     "make_tickets",

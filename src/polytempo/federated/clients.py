@@ -141,13 +141,16 @@ def clients(
         return Clients(dataset, parts, sampling)
     if not 0 < test < 1:
         raise ValueError(f"test={test}: a part of each client's samples is above 0 and below 1")
-    kept, held_out = [], []
-    for number, part in enumerate(parts):
-        order = torch.from_numpy(generator(seed, "tests of clients", number).permutation(len(part)))
-        count = min(len(part) - 1, round(test * len(part)))
-        kept.append(part[order[count:].sort().values])
-        held_out.append(part[order[:count].sort().values])
-    return Clients(dataset, kept, sampling, ClientTests(dataset, held_out))
+    halves = [held_out(part, test, seed, number) for number, part in enumerate(parts)]
+    kept, tests = [each[0] for each in halves], [each[1] for each in halves]
+    return Clients(dataset, kept, sampling, ClientTests(dataset, tests))
+
+
+def held_out(part: Tensor, test: float, seed: int, number: int) -> tuple[Tensor, Tensor]:
+    """A client's samples without its test samples, which are a fraction `test` of them, and these."""
+    order = torch.from_numpy(generator(seed, "tests of clients", number).permutation(len(part)))
+    count = min(len(part) - 1, round(test * len(part)))
+    return part[order[count:].sort().values], part[order[:count].sort().values]
 
 
 def labels_of(dataset: Dataset[Any]) -> Tensor:

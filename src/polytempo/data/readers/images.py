@@ -43,10 +43,8 @@ def images(path: Path, size: int = 64, seed: int = 0) -> tuple[Pictures, Picture
     `seed`, are to learn from. Classes are numbered in the order of their names. ValueError for a folder without
     pictures of two classes.
     """
-    parts = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir()} if path.is_dir() else {}
-    training = next((parts[name] for name in _TRAINING if name in parts), None)
-    testing = next((parts[name] for name in _TESTING if name in parts), None)
-    if training is not None and testing is not None:
+    training, testing = split_folders(path) if path.is_dir() else (path, None)
+    if testing is not None:
         classes = _classes(training)
         return Pictures(_files(training, classes), classes, size), Pictures(_files(testing, classes), classes, size)
     classes = _classes(path)
@@ -58,8 +56,7 @@ def images(path: Path, size: int = 64, seed: int = 0) -> tuple[Pictures, Picture
 
 
 def _classes(path: Path) -> list[str]:
-    folders = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-    found = sorted(folder.name for folder in folders if any(map(_is_picture, folder.iterdir())))
+    found = class_names(path) if path.is_dir() else []
     if len(found) < 2:
         raise ValueError(
             f"{path} has pictures of {len(found)} classes; put them into folders, one for each of two classes or more, "
@@ -76,6 +73,26 @@ def _files(path: Path, classes: list[str]) -> list[tuple[Path, int]]:
             raise ValueError(f"{path} has no folder {name!r}, and the training pictures have one")
         found += [(file, label) for file in sorted(folder.iterdir()) if _is_picture(file)]
     return found
+
+
+def class_names(path: Path) -> list[str]:
+    """The folders in `path` that have pictures, in order."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and any(map(_is_picture, entry.iterdir())))
+
+
+def pictures_of(path: Path, classes: list[str], size: int) -> Pictures:
+    """The pictures in the folders of `path` that are named as the classes. Some may be missing."""
+    found = [name for name in classes if (path / name).is_dir()]
+    files = [(file, classes.index(name)) for name in found for file in sorted((path / name).iterdir())]
+    return Pictures([each for each in files if _is_picture(each[0])], classes, size)
+
+
+def split_folders(path: Path) -> tuple[Path, Path | None]:
+    """The folders train and test (or val) in `path`; without both of them `path`, and None."""
+    parts = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir()}
+    training = next((parts[name] for name in _TRAINING if name in parts), None)
+    testing = next((parts[name] for name in _TESTING if name in parts), None)
+    return (path, None) if training is None or testing is None else (training, testing)
 
 
 def _is_picture(file: Path) -> bool:
