@@ -1,7 +1,8 @@
 """Asynchronous DiLoCo: one worker is four times slower, and no other waits for it.
 
-By the rate of synchronous DiLoCo the server makes 1/N of its step for each of N movements. The last line has a whole
-step for each: too far. The first line is `diloco`, where all wait for the slow worker in each round.
+By the rate of synchronous DiLoCo the server makes 1/N of its step for each of N movements. The fourth line has a whole
+step for each: too far. The last one steps by two movements at a time. The first line is `diloco`, where all wait for
+the slow worker in each round.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import polytempo as pt
 from polytempo.jobs.digits import job
-from polytempo.strategies import async_diloco, diloco
+from polytempo.strategies import async_diloco, decoupled_diloco, diloco
 
 cluster = replace(pt.cluster.ethernet(gbit_per_s=1), stragglers=pt.cluster.slow_host(0, 4.0))
 for strategy in (
@@ -18,6 +19,7 @@ for strategy in (
     async_diloco(period=10),
     async_diloco(period=10, scale=pt.power(0.5)),
     async_diloco(period=10, outer_lr=2.8),
+    decoupled_diloco(period=10, quorum=2),
 ):
     result = pt.simulate(job, strategy, workers=4, cluster=cluster, batch_size=16, lr=0.05, epochs=2)
     print(f"{strategy!s:90} loss {result.loss:6.3f} in {result.seconds:.3f} virtual s")

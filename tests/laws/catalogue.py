@@ -190,6 +190,7 @@ SERVED = [
     Row("backup_workers", lambda: s.backup_workers(scale="linear"), drops=True),
     Row("dc_asgd", s.dc_asgd),
     Row("dc_asgd", lambda: s.dc_asgd(scale="inverse")),
+    Row("decoupled_diloco", lambda: s.decoupled_diloco(4), alone="async_diloco", pushes_every=4),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
     Row("downpour", s.downpour, alone="downpour", pushes_every=5),
     Row("downpour", lambda: s.downpour(scale=power(2)), alone="downpour", pushes_every=5),

@@ -57,6 +57,7 @@ REFUSED = {
             "async_sgd",
             "backup_workers",
             "dc_asgd",
+            "decoupled_diloco",
             "downpour",
             "easgd",
             "flexrr",

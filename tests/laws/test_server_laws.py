@@ -12,7 +12,7 @@ from polytempo.server.rules.asynchronous import on_arrival, softsync, within
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
 from polytempo.server.rules.staleness import cutoff, inverse
-from polytempo.server.rules.synchronous_step import first, hardsync
+from polytempo.server.rules.synchronous_step import first, hardsync, quorum
 from some_cases import examples
 from virtual.learners import Desk
 
@@ -30,6 +30,9 @@ RULES = [
     within(0),
     within(2),
     elastic(0.3),
+    quorum(1),
+    quorum(2),
+    quorum(9),
     covered(2),
     covered(2, bound=1),
 ]

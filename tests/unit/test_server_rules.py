@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Staleness, Update
-from polytempo.server.rules.asynchronous import on_arrival, softsync, within
+from polytempo.server.rules.asynchronous import in_shares, on_arrival, softsync, within
 from polytempo.server.rules.corrections import clip, compensate
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
 from polytempo.server.rules.staleness import constant, cutoff, exponential, inverse, power
-from polytempo.server.rules.synchronous_step import first, hardsync
+from polytempo.server.rules.synchronous_step import first, hardsync, quorum
 
 Line = tuple[Arrival, list[Action]]
 
@@ -87,6 +87,42 @@ def test_what_counts_nothing_is_dropped_and_makes_no_update() -> None:
             (push(0, basis=0), [Drop(0, "stale"), Answer(0)]),
         ],
     )
+
+
+def test_a_quorum_makes_its_share_of_a_step_and_waits_for_no_other() -> None:
+    def share(*workers: int) -> list[Action]:
+        return [*(Add(worker, rate=len(workers) / 3) for worker in workers), Update(float(len(workers)))]
+
+    holds(
+        quorum(2),
+        3,
+        [
+            (push(2), []),
+            (pull(2, 1), []),
+            (push(0), [*share(0, 2), *answers(0, 2)]),
+            (push(0, 2, 1), []),
+            (push(0, 3, 1), []),  # of a worker that is ahead: it waits for a step of its own
+            (push(1), [*share(0, 1), *answers(0, 1)]),  # late by a step, and not dropped
+            (left(2), []),
+            (push(1, 2, 2, samples=3), [Add(0, 1 / 3), Add(1, 1.0), Update(4 / 3), *answers(0, 1)]),
+            (push(1, 3, 3), []),
+            (left(0), [Add(1), Update(), Answer(1)]),  # the last one is a quorum
+        ],
+    )
+
+
+def test_a_quorum_of_one_is_in_shares_and_of_all_is_hardsync() -> None:
+    pushes = [push(worker, clock, basis=3 * clock - 3) for clock in (1, 2) for worker in (2, 0, 1)]
+    for made, plain in ((quorum(1), in_shares()), (quorum(3), hardsync())):
+        table = list[Line]()
+        state, version = plain.init(), 0
+        for worker in range(3):
+            state, _ = plain.receive(state, joined(worker), Situation(0, tuple(range(worker + 1))))
+        for arrival in pushes:
+            state, actions = plain.receive(state, arrival, Situation(version, (0, 1, 2)))
+            version += sum(isinstance(action, Update) for action in actions)
+            table.append((arrival, actions))
+        holds(made, 3, table)
 
 
 def test_hardsync_adds_in_the_order_of_workers() -> None:

@@ -48,6 +48,12 @@ ROWS = [
         steps_locally=True,
     ),
     Row(
+        "decoupled_diloco(period=10, quorum=2, outer_lr=0.7, outer_momentum=0.0, shards=1, replicas=0)",
+        "quorum(least=2)",
+        optimizer=UpdateRule("sgd", 0.7),
+        steps_locally=True,
+    ),
+    Row(
         "easgd(period=4, alpha=None, beta=0.9, shards=1, replicas=0)",
         "elastic_share(beta=0.9)",
         optimizer=UpdateRule("sgd"),

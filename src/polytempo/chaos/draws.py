@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from polytempo.chaos.checkers import Promises
 from polytempo.chaos.network import ANY_NODE, Death, Fault, FaultPlan, LinkCut, ProcessPause, Weather
-from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
+from polytempo.core.rule import Action, Add, Arrival, Rule, RuleState, Situation, Update
 from polytempo.server.rules.asynchronous import on_arrival, softsync, within
-from polytempo.server.rules.synchronous_step import all_but, first, hardsync
+from polytempo.server.rules.synchronous_step import all_but, first, hardsync, quorum
 
 
 class RULES:
@@ -31,7 +31,7 @@ class DrawnRule(NamedTuple):
 def draw_rule(random: Random, workers: int) -> DrawnRule:
     """Draw a rule, with the dealing of the strategy that uses it.
 
-    Give a new rule a number that another one can spare (0 and 5 are `on_arrival`), and leave the range as it is: then
+    Give a new rule a number that another one can spare (0 is `on_arrival`, too), and leave the range as it is: then
     the seeds that draw the other rules stay the same, and with them the bugs that they find.
     """
     kind = random.randrange(7)
@@ -45,6 +45,8 @@ def draw_rule(random: Random, workers: int) -> DrawnRule:
         return DrawnRule(RULES.within(bound), Promises(bound=bound), "evenly", waits=True)
     if kind == 4:
         return DrawnRule(hardsync(), Promises(fresh=True), "evenly", waits=True)
+    if kind == 5:
+        return DrawnRule(quorum(random.randint(1, workers)), Promises(), waits=True)
     return DrawnRule(on_arrival(), Promises())
 
 
@@ -61,7 +63,7 @@ def undivided(rule: Rule) -> Rule:
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         after, actions = rule.receive(state, arrival, situation)
-        return after, [action._replace(divisor=1.0) if isinstance(action, Update) else action for action in actions]
+        return after, [_counting_one(action) for action in actions]
 
     return rule._replace(receive=receive)
 
@@ -175,3 +177,9 @@ def _heavy(
 
 def _moment(random: Random, lasts_s: float) -> float:
     return round(random.uniform(0.05, lasts_s), 4)
+
+
+def _counting_one(action: Action) -> Action:
+    if isinstance(action, Add):
+        return action._replace(rate=1.0)
+    return action._replace(divisor=1.0) if isinstance(action, Update) else action

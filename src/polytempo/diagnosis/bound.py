@@ -26,7 +26,7 @@ _PERIOD = 4
 _CODED = ("codec", "bf16", "int8", "top_k", "dgc", "qsgd", "sign", "one_bit", "tern", "threshold", "power", "low_rank")
 _RARE = (
     *("local_sgd", "diloco", "slowmo", "parameter_averaging", "easgd", "gossip", "streaming_diloco"),
-    *("async_diloco", "co2", "des_loc", "noloco", "sparse_loco"),
+    *("async_diloco", "co2", "decoupled_diloco", "des_loc", "noloco", "sparse_loco"),
 )
 
 

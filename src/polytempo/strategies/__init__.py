@@ -10,6 +10,7 @@ from polytempo.strategies.co2 import co2
 from polytempo.strategies.codistillation import codistillation
 from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.ddg import ddg
+from polytempo.strategies.decoupled_diloco import decoupled_diloco
 from polytempo.strategies.delayed_sgd import delayed_sgd
 from polytempo.strategies.demo import demo
 from polytempo.strategies.des_loc import des_loc
@@ -70,6 +71,7 @@ __all__ = [
     "codistillation",
     "dc_asgd",
     "ddg",
+    "decoupled_diloco",
     "delayed_sgd",
     "demo",
     "des_loc",

@@ -151,3 +151,32 @@ def all_but(backups: int) -> Rule:
         return first_of(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
 
     return first(1)._replace(name=call_name(all_but, locals()), receive=receive)
+
+
+def quorum(least: int) -> Rule:
+    """θ ← θ - (c/λ) η Σ mᵢ gᵢ / Σ mᵢ once `least` of λ members' pushes are there; c ≥ `least` of them make the update.
+
+    A worker waits for the update with its push, and for no more. A later push is in a later update, so none is lost,
+    and every push counts 1/λ of a step of all. With fewer members than `least` all are enough. `least` = 1: each push
+    is an update of its own, as by `in_shares`; `least` ≥ λ: `hardsync`.
+
+    Errors: ValueError for `least` below 1.
+    """
+    if least < 1:
+        raise ValueError(f"a quorum needs at least 1 worker, got {least}")
+    steps = stepwise(call_name(quorum, locals()), lambda waiting, workers: len(waiting) >= min(least, workers))
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        state, actions = steps.receive(state, arrival, situation)
+        adds, found = list[Add](), list[Action]()
+        for action in actions:
+            if isinstance(action, Add):
+                adds.append(action)
+                continue
+            share = min(1.0, len(adds) / max(1, len(situation.members)))
+            found += [add._replace(rate=share) for add in adds]
+            found.append(action)
+            adds = []
+        return state, found
+
+    return steps._replace(receive=receive)

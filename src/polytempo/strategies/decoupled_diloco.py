@@ -1,0 +1,58 @@
+"""Decoupled DiLoCo: the server steps as soon as a quorum of the workers' movements has arrived."""
+
+from __future__ import annotations
+
+from polytempo.core import Codec, Strategy, call_name, identity
+from polytempo.core.codec import PullCodec
+from polytempo.core.rule import Service, UpdateRule
+from polytempo.server.rules.synchronous_step import quorum as rule
+from polytempo.server.service import served
+from polytempo.server.worker.transforms import push_movement
+
+
+def decoupled_diloco(
+    period: int = 10,
+    quorum: int = 2,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.0,
+    shards: int = 1,
+    replicas: int = 0,
+    codec: Codec | None = None,
+    pull_codec: PullCodec | None = None,
+) -> Strategy:
+    """DiLoCo of the first workers that come: a slow one, or a dead one, holds up no other.
+
+    A worker pushes Δᵢ = φᵢ - θᵢ after `period` steps, φᵢ the model that it pulled last. When q = `quorum` workers'
+    movements are there (fewer, where fewer workers are left), those c that have arrived make one outer step:
+
+        Δ = Σ mᵢ Δᵢ / Σ mᵢ;  v ← μv + Δ;  φ ← φ - (c/λ) α (Δ + μv)          θᵢ ← φ for these c
+
+    with mᵢ the samples behind Δᵢ, λ workers, α = `outer_lr` and μ = `outer_momentum`. A later movement is in a later
+    step; none is lost, and λ movements move φ as far as one step of `diloco` in all. q = 1 is `async_diloco`, to the
+    bit; q = λ or more waits for all, as `diloco` does. Little momentum, for late movements act as momentum.
+
+    `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`. Weight decay and
+    schedule are as in `async_diloco`. A worker that dies loses its movement since it last pushed.
+
+    Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits for q - 1 others;
+    memory for φᵢ. ValueError for a quorum below 1.
+
+    Source: "Decoupled DiLoCo for resilient distributed pre-training", arXiv 2604.21428, 2026. Deviations: no grace
+    window after the quorum, because a shard has no clock, so that its copies act alike: take a larger quorum; a worker
+    waits for the step with its movement, where the paper's goes on; the whole model at a time and not by fragments,
+    each shard by its own quorum; weights by samples alone, not by samples per second, and c/λ of the outer rate.
+    """
+    return served(
+        call_name(decoupled_diloco, locals()),
+        Service(
+            rule(quorum),
+            shards=shards,
+            replicas=replicas,
+            waits=quorum > 1,
+            optimizer=UpdateRule("sgd", outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            codec=codec,
+            pull_codec=pull_codec,
+        ),
+        gradients=identity(),
+        parameters=push_movement(period),
+    )
