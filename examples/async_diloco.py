@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import polytempo as pt
+from polytempo import strategies
 from polytempo.jobs.digits import job
-from polytempo.strategies import async_diloco, decoupled_diloco, diloco
 
 cluster = replace(pt.cluster.ethernet(gbit_per_s=1), stragglers=pt.cluster.slow_host(0, 4.0))
 for strategy in (
-    diloco(period=10, outer_momentum=0.0),
-    async_diloco(period=10),
-    async_diloco(period=10, scale=pt.power(0.5)),
-    async_diloco(period=10, outer_lr=2.8),
-    decoupled_diloco(period=10, quorum=2),
+    strategies.diloco(period=10, outer_momentum=0.0),
+    strategies.async_diloco(period=10),
+    strategies.async_diloco(period=10, scale=pt.power(0.5)),
+    strategies.async_diloco(period=10, outer_lr=2.8),
+    strategies.decoupled_diloco(period=10, quorum=2),
 ):
     result = pt.simulate(job, strategy, workers=4, cluster=cluster, batch_size=16, lr=0.05, epochs=2)
     print(f"{strategy!s:90} loss {result.loss:6.3f} in {result.seconds:.3f} virtual s")

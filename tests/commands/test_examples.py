@@ -63,7 +63,13 @@ def test_the_job_in_an_example_is_found_from_the_command_line(file: str, name: s
 def test_every_strategy_has_an_example() -> None:
     """One of its own, or a line in its family's."""
     strategies = {path.stem for path in (ROOT / "src/polytempo/strategies").glob("*.py")} - {"__init__"}
-    of_families = ("compressed_sgd.py", "layers_in_parts.py", "local_strategies.py", "pipeline_strategies.py")
+    of_families = (
+        "async_diloco.py",
+        "compressed_sgd.py",
+        "layers_in_parts.py",
+        "local_strategies.py",
+        "pipeline_strategies.py",
+    )
     families = [ROOT / "examples" / name for name in of_families]
     named = {name for each in families for name in re.findall(r"strategies\.(\w+)\(", each.read_text(encoding="utf-8"))}
     missing = strategies - {path.stem for path in EXAMPLES} - named
