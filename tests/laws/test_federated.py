@@ -333,6 +333,7 @@ def test_samples_that_are_collated() -> None:
     [
         ("PT2501", "sync_sgd", {"clients": "iid(6)"}),
         ("PT2515", "sync_sgd", {"sampling": "weighted"}),
+        ("PT2519", "sync_sgd", {"client_test": 0.2}),
         ("PT2502", "fed_avg", {"batch_size": 4}),
         ("PT2502", "fed_avg", {"global_batch_size": 40}),
         ("PT2503", "fed_avg", {"accumulate": 2}),

@@ -1,8 +1,10 @@
-"""`from_folder`: a folder for each client, with test samples of its own where it has some."""
+"""Clients with test samples of their own: of folders, by `from_folder`, and held out by the option `client_test`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +82,29 @@ def test_folders_without_samples_are_refused(folder: Path) -> None:
         pt.federated.from_folder(folder / "dave")
     with pytest.raises(ValueError, match="above 0 and below 1"):
         pt.federated.from_folder(folder, test=1.0)
+
+
+def test_an_option_holds_out_samples_of_each_client() -> None:
+    """The same samples and scores as of data with such clients; the job's own test set stays, under a name."""
+    whole = pt.data.digits()
+    made = pt.Job(
+        model=lambda: nn.Linear(64, 10),
+        data=lambda path: pt.Data(*whole),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        correct=lambda output, target: output.argmax(1) == target,
+    )
+    dealt = pt.federated.clients(whole[0], pt.federated.dirichlet(9), seed=4, test=0.25)
+    by_data = replace(made, data=lambda path: pt.Data(dealt, dealt.test, more={"job_test": whole[1]}))
+    more: dict[str, Any] = {"workers": 2, "steps": 2, "seed": 4}
+    found = pt.simulate(made, "fed_avg(cohort=3)", clients="dirichlet(9)", client_test=0.25, **more)
+    expected = pt.simulate(by_data, "fed_avg(cohort=3)", **more)
+    assert found.parameters_sha256 == expected.parameters_sha256
+    assert found.metrics == expected.metrics
+    assert found.metrics is not None
+    assert {"clients/p10", "clients/took_part", "job_test/accuracy"} <= found.metrics.keys()
+    own = replace(made, data=lambda path: pt.Data(pt.federated.clients(whole[0], pt.federated.dirichlet(9), seed=4)))
+    held = pt.simulate(own, "fed_avg(cohort=3)", client_test=0.25, **more)
+    assert held.parameters_sha256 == found.parameters_sha256
+    with pytest.raises(ValueError, match="have test samples already"):
+        pt.simulate(by_data, "fed_avg(cohort=3)", client_test=0.25, **more)

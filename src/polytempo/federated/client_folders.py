@@ -71,6 +71,6 @@ def from_folder(
     for number, own in enumerate(testing):
         if own is None and test is not None:
             kept[number], tests[number] = held_out(kept[number], test, seed, number)
-    dataset = ConcatDataset([*training, *(each for each in testing if each is not None)])
+    dataset: Dataset[Any] = ConcatDataset([*training, *(each for each in testing if each is not None)])
     has_tests = any(len(each) for each in tests)
     return Clients(dataset, kept, sampling, ClientTests(dataset, tests) if has_tests else None)

@@ -216,6 +216,11 @@ class RunOptions:
 
     For strategies of rounds, such as `fed_avg`. Default: the rule of the job's data, else all clients are alike.
     """
+    client_test: Annotated[Annotated[float, Meta(gt=0, lt=1)] | None, Option(TRAINING, "PART", ONE_STRATEGY)] = None
+    """Hold out this part of each client's samples, such as 0.2, and score the model on them, client by client.
+
+    Scores then have the spread of the clients' accuracies, and the job's own test set is scored as `job_test`.
+    """
     noise_scale: Annotated[Count | None, Option(TRAINING, "K", ONE_STRATEGY)] = None
     """Measure the gradient noise scale every K steps, such as 32.
 

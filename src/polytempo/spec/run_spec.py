@@ -233,6 +233,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "no folder": options.out is None,
         "clients": options.clients is not None,
         "sampling": options.sampling is not None,
+        "client test": options.client_test is not None,
         "no rounds": strategy.rounds is None,
         "no accountant": "noisy rounds" in strategy.features and find_spec("dp_accounting") is None,
         "batch size": options.batch_size is not None or options.global_batch_size is not None,

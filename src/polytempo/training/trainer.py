@@ -38,6 +38,7 @@ from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
+from polytempo.training.federated.client_turns import tested
 from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
@@ -122,7 +123,7 @@ class Trainer:
                 f"job {job.name} splits its model's layers in model(); let that make the whole model, and give the "
                 "strategy pt.strategies.split(rules, parts=2), or hybrid(layers)"
             )
-        self.data = data_of(job, options.data)
+        self.data = tested(spec, data_of(job, options.data))
         self.batch_size = spec.batch_size
         self.world.drive(agree(self.world.port, _facts(spec, self.data, self.world.port)))
         part = _part(self.world, spec, self.model, optimizer, self.data)

@@ -26,7 +26,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of
 from polytempo.spec.objective import batch_weight, loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.federated.client_turns import cohorts_of
+from polytempo.training.federated.client_turns import cohorts_of, tested
 from polytempo.training.job.evaluate import Evaluation, check_goals, check_plateau, tensors_of
 from polytempo.training.model.epoch_lengths import check_stream, schedule_in_run
 from polytempo.training.model.requirements import check_loss, check_model, fitted
@@ -81,6 +81,7 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         options.device if here else "",
         options.clients,
         options.sampling,
+        options.client_test,
     )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
@@ -109,7 +110,7 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
     job = spec.job
     torch.manual_seed(spec.seed)
     model = model_of(job)
-    data = data_of(job, spec.options.data)
+    data = tested(spec, data_of(job, spec.options.data))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         for each in specs:

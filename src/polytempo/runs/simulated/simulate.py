@@ -44,6 +44,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
 from polytempo.trackers.table import check_libraries
 from polytempo.trackers.tracked import tracked
+from polytempo.training.federated.client_turns import tested
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.context import TrainingContext, TrainingSummary, check_length
 from polytempo.training.job.distillation import of_group, shard_of_group
@@ -170,7 +171,7 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
 
 def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: _Together | None) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
-    data = data_of(job, options.data)
+    data = tested(spec, data_of(job, options.data))
     device = run_device(options, spec.strategy)
     spec = on_device(spec, device)
     job = spec.job

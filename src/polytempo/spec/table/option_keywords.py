@@ -37,6 +37,7 @@ class OptionKeywords(TypedDict, total=False):
     callbacks: Sequence[object] | str
     clients: str | None
     sampling: str | None
+    client_test: float | None
     noise_scale: int | None
     batch_growth: BatchGrowth | str
     start_from: str | None

@@ -15,7 +15,8 @@ from polytempo.collectives import tree
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Bundle, Codec, EncodeContext, Port
 from polytempo.core.bundle import by_kind
-from polytempo.federated.clients import Client, Clients, Cohorts, clients
+from polytempo.federated.client_tests import ClientTests
+from polytempo.federated.clients import Client, Clients, Cohorts, clients, held_out
 from polytempo.federated.privacy import add_noise_, clip_
 from polytempo.federated.rounds import by_samples
 from polytempo.federated.sampling import Sampling
@@ -38,7 +39,7 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
     if isinstance(train, RemotePlaces):
         return train
     if isinstance(train, Clients):
-        if given is not None:
+        if given is not None and spec.options.client_test is None:
             raise ValueError(f"clients={given!r}: the data of job {spec.job.name} have clients already; leave it out")
         dealt = train
     elif given is None:
@@ -62,6 +63,28 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
         )
     expected = None if rounds.privacy is None else rounds.privacy.cohort
     return Cohorts(dealt, rounds.number, spec.seed, data.collate, rounds.local.buffering, expected)
+
+
+def tested(spec: RunSpec, data: Data) -> Data:
+    """The data, with test samples of each client where the options hold some out. ValueError where they have such."""
+    part, train, given = spec.options.client_test, data.train, spec.options.clients
+    if part is None or (given is None) != isinstance(train, Clients):
+        return data  # or `cohorts_of` refuses them
+    if isinstance(train, Clients):
+        if train.test is not None:
+            raise ValueError(
+                f"client_test={part:g}: clients of job {spec.job.name} have test samples already; leave it out"
+            )
+        halves = [held_out(own, part, spec.seed, number) for number, own in enumerate(train.parts)]
+        tests = ClientTests(train.dataset, [each[1] for each in halves])
+        dealt = Clients(train.dataset, [each[0] for each in halves], train.sampling, tests)
+    elif isinstance(train, DataLoader):
+        return data
+    else:
+        assert given is not None
+        dealt = clients(train, parse_partition(given), spec.seed, test=part)
+    own_test = {} if data.test is None else {"job_test": data.test}
+    return data._replace(train=dealt, test=dealt.test, more={**data.more, **own_test})
 
 
 class ClientTurns(SlicedGradients):
