@@ -145,6 +145,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.run.compress"): TORCH,
     ("cli/main.py", "polytempo.cli.run.init"): TORCH,
     ("cli/main.py", "polytempo.cli.run.trained"): TORCH,
+    ("cli/clients/client_commands.py", "polytempo.cli.clients.real_clients"): TORCH,
     ("training/observe/trained_model.py", "onnx"): "an extra: only export to ONNX needs it",
     ("training/observe/trained_model.py", "onnxscript"): "an extra: only export to ONNX needs it",
     ("cli/main.py", "polytempo.cli.run.schedule"): TORCH,

@@ -8,6 +8,7 @@ import typer
 
 import polytempo
 from polytempo.cli.bench.bench_commands import bench, tune
+from polytempo.cli.clients import client_commands
 from polytempo.cli.horovod.horovodrun_arguments import parsed
 from polytempo.cli.look.look_options import (
     ChaosOptions,
@@ -54,6 +55,9 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
 app.add_typer(tune, name="tune")
+app.command(cls=SectionedCommand)(client_commands.serve)
+app.command()(client_commands.client)
+app.command()(client_commands.tickets)
 
 
 @app.callback()

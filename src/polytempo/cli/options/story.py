@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 STORY = {
     "Run": ("init", "train", "compare", "sweep", "schedule", "submit", "horovodrun"),
+    "Federate": ("tickets", "serve", "client"),
     "Look": ("ui", "top", "runs", "report", "strategies", "explain", "look", "sharpness", "replay"),
     "Use a trained model": ("evaluate", "predict", "export", "compress"),
     "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),

@@ -1,0 +1,1 @@
+"""Commands of rounds with clients on machines of their own."""
