@@ -35,6 +35,7 @@ from polytempo.runs.clients.client_messages import (
     packed,
     unpacked,
 )
+from polytempo.runs.clients.round_server import RoundServer
 from polytempo.runs.clients.tickets import ClientTicket
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.wire.channel import ChannelClient
@@ -136,6 +137,12 @@ def changed(tensors: dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> b
     return packed(tensors | {"0.weight": change(tensors["0.weight"])})
 
 
+def header(dtype: str, shape: list[int], num_bytes: int) -> bytes:
+    """A file of one tensor with such a header."""
+    told = json.dumps({"0.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+    return len(told).to_bytes(8, "little") + told + bytes(num_bytes)
+
+
 Lie = Callable[[RoundOrder, dict[str, Tensor]], ClientMovement]
 LIES: dict[str, tuple[Lie, str]] = {
     "NaN": (lambda r, m: truth(r, changed(m, lambda t: t * torch.nan)), "0.weight has NaN or infinity"),
@@ -146,6 +153,9 @@ LIES: dict[str, tuple[Lie, str]] = {
     "name": (lambda r, m: truth(r, packed(m | {"other": torch.ones(1)})), "tensor 'other'"),
     "none": (lambda r, m: truth(r, packed({})), "it has no tensor"),
     "junk": (lambda r, m: truth(r, b"junk"), "not named tensors"),
+    "a dtype of 4 bits": (lambda r, m: truth(r, header("F4", [2], 1)), "not named tensors (KeyError)"),
+    "a huge shape": (lambda r, m: truth(r, header("F32", [0, 2**64 - 1], 0)), "not named tensors (TypeError)"),
+    "strides": (lambda r, m: truth(r, header("F32", [0, 2**62, 4], 0)), "not named tensors (RuntimeError)"),
     "samples": (lambda r, m: truth(r, packed(m), samples=99), "it says that it has 99 samples"),
     "loss": (lambda r, m: truth(r, packed(m), loss=torch.nan), "its loss is nan"),
     "tested": (lambda r, m: truth(r, packed(m), right=2.0), "2.0 of 0.0 are right"),
@@ -231,6 +241,26 @@ def test_a_ticket_bounds_the_samples_and_can_be_revoked(tmp_path: Path) -> None:
     run.join(2)
     run.end()
     assert any("client-1 is refused: its ticket is revoked" in text for text in run.texts())
+
+
+def test_a_server_that_died_goes_on_and_its_clients_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server dies in round 2, with its answers; the next server begins that round again from the checkpoint."""
+    strategy, note = fed.fed_avg_m(3, 1, 4), RoundServer._note
+
+    def dies(server: RoundServer, opened: Any) -> None:
+        if opened.number == 2:
+            raise OSError("the server's machine is gone")
+        note(server, opened)
+
+    monkeypatch.setattr(RoundServer, "_note", dies)
+    first = Running(tmp_path, strategy, steps=4, checkpoint_every=1)
+    clients = [first.join(client) for client in range(CLIENTS)]
+    with pytest.raises(OSError, match="machine is gone"):
+        first.result.result(LONG_S)
+    monkeypatch.setattr(RoundServer, "_note", note)
+    again = Running(tmp_path, strategy, steps=4, resume=True, listen=first.address)
+    assert again.end().parameters_sha256 == simulated(strategy, 4)["hash"]
+    assert {each.result(LONG_S).rounds for each in clients} == {4}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Annotated
 import msgspec
 import torch
 from msgspec import Meta, Struct
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -96,8 +95,8 @@ def unpacked(content: bytes) -> dict[str, Tensor]:
     """The tensors in bytes of `packed`. ValueError for anything else."""
     try:
         return load(content)
-    except SafetensorError as error:
-        raise ValueError(f"they are not named tensors ({error})") from error
+    except Exception as error:  # SafetensorError; of hostile dtypes and shapes KeyError, TypeError, RuntimeError
+        raise ValueError(f"they are not named tensors ({type(error).__name__})") from error
 
 
 def digest(content: bytes) -> str:
