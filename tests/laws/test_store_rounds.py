@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import PolytempoError
 from polytempo.worlds.object_store.object_store import ObjectStore
-from polytempo.worlds.object_store.rounds import history
+from polytempo.worlds.object_store.rounds import StoreRounds, history
 from polytempo.worlds.object_store.store_world import StoreWorld
 from store_workers import Crew, Faults, Killed, MemoryObjects, Work
 
@@ -326,3 +326,28 @@ def test_another_strategy_or_model_is_named() -> None:
     for other in (loop("diloco(period=2)"), loop("diloco(period=4)", make=wider)):
         *_, error = crew_of(first, other).run()
         assert isinstance(error, pt.errors.Mismatch), error
+
+
+def test_another_number_of_workers_is_named() -> None:
+    work = loop("diloco(period=4)", epochs=1)
+
+    def of_three(world: StoreWorld) -> object:
+        return work(StoreWorld(StoreRounds(world.rounds.store, 1, 3, wait_s=10.0, timeout_s=100.0)))
+
+    *_, error = crew_of(work, of_three).run()
+    assert isinstance(error, pt.errors.Mismatch), error
+
+
+def test_a_second_model_is_refused_and_a_reader_says_nothing() -> None:
+    def work(world: StoreWorld) -> list[str]:
+        net, other = net_of(0), net_of(1)
+        pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "diloco(period=4)", world=world)
+        with pytest.raises(pt.errors.Incompatible, match="PT2912"):
+            pt.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), "diloco(period=4)", world=world)
+        return []
+
+    crew = crew_of(work)
+    assert crew.run() == [[]]
+    before = sorted(crew.objects.content)
+    crew.world(0).leave()
+    assert sorted(crew.objects.content) == before

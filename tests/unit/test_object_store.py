@@ -196,3 +196,9 @@ def test_arguments_of_join_bucket(tmp_path: Path) -> None:
         pt.join_bucket(tmp_path, worker=0, workers=2, wait_s=0.0)
     with pytest.raises(ValueError, match="no filesystem is known"):
         pt.join_bucket("nowhere://bucket/run", worker=0, workers=2)
+
+
+def test_the_users_own_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    objects_at(tmp_path / "shared")
+    assert (tmp_path / "shared").is_dir()

@@ -54,13 +54,15 @@ def attach_in_store(
         "buffers": options.buffers == "broadcast",
         "scaler": options.scaler is not None and options.scaler.is_enabled(),
     }
+    if world.follows is not None:
+        refuse({"object store", "several models"})
     for option in (name for name, has in asked.items() if has):
         refuse({"object store", option})
     timed = check_rare(strategy, optimizer)
     loop = StoreLoop(world.rounds)
     own = replace(strategy, parameters=timed.around(loop.in_rounds))
     handle = attach_alike(model, optimizer, own, world=world, options=options)
-    loop.begin(handle, _facts(model, strategy))
+    loop.begin(handle, f"{_facts(model, strategy)}, with workers={world.size}")
     world.follows = loop
     handle.on_step(loop.stepped)
     return handle
@@ -182,6 +184,7 @@ class StoreLoop:
             self._join()
         else:
             self._take(start.tensors, start.about)
+        self._rounds.begun = True
 
     def stepped(self, step: int) -> None:
         """The optimizer's step is done, and the round in it, if there was one."""

@@ -64,8 +64,10 @@ class FolderObjects:
         """See `Objects`. The last object of a folder takes the folder along."""
         with suppress(FileNotFoundError):
             (self._folder / name).unlink()
-        with suppress(OSError):
-            (self._folder / name).parent.rmdir()
+        parent = (self._folder / name).parent
+        if parent != self._folder:  # which may be the user's own
+            with suppress(OSError):
+                parent.rmdir()
 
     def _written(self, name: str, content: bytes) -> Path:
         """The content in a file of its own beside the name."""

@@ -76,6 +76,8 @@ class StoreRounds:
         self._created: deque[tuple[int, str]] = deque()
         self.inside = False
         """True within a round."""
+        self.begun = False
+        """True once this worker has the run's state, so that others wait for it."""
 
     # ------------------------------------------------------------------ the beginning
 
@@ -138,7 +140,7 @@ class StoreRounds:
 
     def leave(self) -> None:
         """Tell the others that this worker comes to no further round."""
-        if self.worker in self.expected:
+        if self.begun and self.worker in self.expected:
             content = packed({}, self._about(kind="leaves"))
             self.store.create(f"{_place(self.round + 1, 0, 0)}/worker-{self.worker}", content)
 
