@@ -27,6 +27,8 @@ class JoinMembership:
         """`sums_at_step`: the step exchanges gradients, and not a backward pass, so all passes accumulate."""
         self._world, self._data, self._replica, self._sums_at_step = world, data, replica, sums_at_step
         self._batch: Batch | None = None
+        self.stands_in: bool | None = None
+        """True if all batches of the coming step stand in for samples; None before the first one."""
         """The batch of the coming step, if its share is known."""
         self.joining = False
         self.accumulates = False
@@ -77,6 +79,10 @@ class JoinMembership:
     def begin_batch(self, share: float | None) -> None:
         """The coming step is made of a batch with this share."""
         self._batch = Batch(share, [], frozenset(), ())
+        self._note(share)
+
+    def _note(self, share: float | None) -> None:
+        self.stands_in = share == 0.0 and self.stands_in is not False
 
     def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Look for a batch of `pt.shard` among a forward pass's inputs."""
@@ -92,6 +98,7 @@ class JoinMembership:
                 self._replica.weigh_layers(self.share)
                 if before is not None and self._batch is not None:
                     self._reweigh(before.share, self._batch.share)
+            self._note(self.share)
 
     @torch.no_grad()
     def _reweigh(self, before: float | None, after: float | None) -> None:
@@ -122,7 +129,7 @@ class JoinMembership:
         if self.weights is not None:
             self.weights.end_step()
             self._agreed_share = None
-        self._batch, self.accumulates = None, False
+        self._batch, self.accumulates, self.stands_in = None, False, None
 
     def agree_on_share(self) -> None:
         """Agree on the ranks' parts of the coming exchange, where they are not known: by the weights of their batches,

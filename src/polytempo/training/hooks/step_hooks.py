@@ -95,10 +95,10 @@ class StepHooks:
         """Finish the step's gradients in `.grad`."""
         if not self._replica.exchanges_gradients:
             self._members.agree_on_share()
-            self._replica.drop_stand_in(self._members.share)
+            self._replica.drop_stand_in(0.0 if self._members.stands_in else None)
             return
         self._backward.complete()
-        self._replica.drop_stand_in(self._members.share)
+        self._replica.drop_stand_in(0.0 if self._members.stands_in else None)
         for bucket in self._replica.buckets if self._replica.loss_scale is not None else ():
             if bucket.withheld:
                 bucket.place(None, answered=False)
