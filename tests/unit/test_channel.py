@@ -48,6 +48,22 @@ def test_messages_travel_both_ways(server: Server) -> None:
     client.close()
 
 
+def test_a_client_comes_back_before_its_break_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second connection of a name takes the place of the first, which still seems to be there."""
+    monkeypatch.setattr("secrets.token_bytes", lambda number: b"x" * number)
+    with closing(connected(server)) as first:
+        first.send(AgentBeat((1,)))
+        assert server.take(LONG_S) is not None
+        second = connected(server)
+        second.send(AgentBeat((2,)))
+        heard = server.take(LONG_S)
+        assert heard is not None
+        assert heard[1] == AgentBeat((2,))
+        assert server.send(heard[0], StopProcess(7))
+        assert second.take(LONG_S) == StopProcess(7)
+        second.close()
+
+
 @pytest.mark.parametrize(
     "keys",
     [

@@ -63,6 +63,7 @@ class ChannelServer(Generic[In, Out]):
         self._router.curve_server = True
         self._router.curve_secretkey = keys.server_secret
         self._router.router_mandatory = True
+        self._router.router_handover = True  # a client may come back before the break of its connection is noticed
         self.malformed = 0
         """The number of malformed messages."""
         try:
