@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -205,6 +206,58 @@ def test_a_late_worker_takes_over_the_newest_state() -> None:
     assert third[1] > 0
     assert [row["lost"] for row in rows(crew.objects)].count([2]) == 1
     assert counted(crew.objects) == ONCE
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_worker_left_out_goes_back_to_where_its_run_began(validates: bool) -> None:
+    """Other shards, such as one for validation, keep their position."""
+    moved: list[int] = []
+
+    def work(world: StoreWorld) -> None:
+        net = net_of(0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        pt.attach(net, optimizer, "local_sgd(period=4)", world=world)
+        held_out = pt.shard(torch.utils.data.Subset(DATA, range(40)), batch_size=4, world=world)
+        batches = pt.shard(DATA, batch_size=4, world=world)
+        batches.load_state_dict({"seed": 0, "epoch": 5, "consumed": 0, "num_samples": SAMPLES})
+        while batches.epoch < 7:
+            for x, y in batches:
+                optimizer.zero_grad()
+                ((net(x) - y) ** 2).mean().backward()
+                optimizer.step()
+                if validates:
+                    with torch.no_grad():
+                        before = held_out.epoch
+                        assert len(list(held_out)) == len(held_out)
+                        moved.append(held_out.epoch - before)
+        world.leave()
+
+    steady = paced(work, lambda number: 9.0)
+    crew = crew_of(steady, steady, paced(work, lambda number: 25.0 if number == 0 else 9.0))
+    assert crew.run() == [None] * WORKERS
+    assert [row["lost"] for row in rows(crew.objects)].count([2]) == 1
+    assert counted(crew.objects) == Counter({(e, p): 1 for e in (5, 6) for p in range(SAMPLES)})
+    assert set(moved) == ({1} if validates else set())
+
+
+def test_batches_of_one_step_all_count() -> None:
+    def work(world: StoreWorld) -> None:
+        net = net_of(0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        handle = pt.attach(net, optimizer, "local_sgd(period=4)", world=world)
+        batches = pt.shard(DATA, batch_size=4, world=world)
+        for number, (x, y) in enumerate(batches):
+            with handle.no_sync() if number % 2 == 0 else nullcontext():
+                ((net(x) - y) ** 2).mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        world.leave()
+
+    crew = crew_of(*[work] * WORKERS)
+    assert crew.run() == [None] * WORKERS
+    assert counted(crew.objects) == Counter({(0, place): 1 for place in range(SAMPLES)})
+    assert [row["ledger"]["0"]["samples"] for row in rows(crew.objects)] == [32]
 
 
 def test_running_statistics_meet_in_rounds() -> None:

@@ -25,6 +25,7 @@ from polytempo.core.driver import WAITING, Task
 from polytempo.core.op import Collective, Compute, Now, Op, Program
 from polytempo.core.state import Saved, duplicate
 from polytempo.data.shard import DataShard
+from polytempo.data.spans import PlaceSpan
 from polytempo.synchronization.every import Timed
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.elastic.elastic_strategies import check_elastic
@@ -119,8 +120,13 @@ class StoreLoop:
         self._rounds = rounds
         self._replica: Replica | None = None
         self._shard: DataShard | None = None
-        self._spans: list[list[int]] = []
-        """Places of the data that were trained on since the last round that counts."""
+        """The first shard with gradients. Others, such as a validation's, are left alone."""
+        self._began: dict[str, Any] = {}
+        """The position of this shard at first."""
+        self._spans: list[list[PlaceSpan]] = []
+        """Places of the data that were handed out since the last round that counts, by batches."""
+        self._seen: list[PlaceSpan] | None = None
+        """The newest batch's places: in `_spans`, or counted."""
         self._taken = 0
         self._left_out = self._met = self._rewinds = False
 
@@ -198,46 +204,55 @@ class StoreLoop:
             if self._rounds.worker == min(self._rounds.members):
                 for token in self._rounds.newcomers.values():
                     self._rounds.give(token, *self._state())
-        else:
-            self._spans += self._last_spans()
         self._rounds.inside = False
 
     # ------------------------------------------------------------------ data
 
     def rewound(self, shard: DataShard) -> bool:
         """True if the shard has just gone to where the rounds stand; it is asked before each batch."""
-        self._shard = shard
+        if self._shard is None and self._trains():
+            self._shard, self._began = shard, shard.state_dict()
+            self._taken, self._seen = shard.taken, shard.spans
+        if self._shard is not shard:
+            return False
+        self._gather(shard)
         if not self._rewinds:
             return False
         self._rewinds = False
         place = self._counted.get("place")
-        if place is None:
-            place = shard.state_dict() | {"epoch": 0, "consumed": 0}
-        shard.load_state_dict(place)
-        self._taken = shard.taken
+        shard.load_state_dict(self._began if place is None else place)
+        self._spans, self._taken = [], shard.taken
         return True
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self._replica is not None and self._replica.model.training
 
     @property
     def _counted(self) -> dict[str, Any]:
         return self._rounds.ledger.get(str(self._rounds.worker), {})
 
-    def _last_spans(self) -> list[list[int]]:
-        return [] if self._shard is None else [list(span) for span in self._shard.spans]
+    def _gather(self, shard: DataShard) -> None:
+        """Note the newest batch's places. A step of several parts goes on with one list."""
+        if shard.spans is not self._seen:
+            self._seen = shard.spans
+            self._spans.append(shard.spans)
 
     def _present(self) -> dict[str, Any]:
         """This worker's line in the ledger, if it takes part in the round."""
         before = int(self._counted.get("samples", 0))
         if self._shard is None:
             return {"samples": before, "place": None, "spans": []}
+        self._gather(self._shard)
         samples = before + self._shard.taken - self._taken
-        return {"samples": samples, "place": self._shard.state_dict(), "spans": self._spans + self._last_spans()}
+        spans = [list(span) for batch in self._spans for span in batch]
+        return {"samples": samples, "place": self._shard.state_dict(), "spans": spans}
 
     # ------------------------------------------------------------------ state
 
     def _join(self) -> None:
         given = self._rounds.join()
         self._take(given.tensors, given.about)
-        self._spans, self._rewinds = [], True
+        self._rewinds = True
 
     @torch.no_grad()
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
