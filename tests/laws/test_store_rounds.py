@@ -131,7 +131,7 @@ def test_a_round_costs_what_its_docstring_says() -> None:
     crew = crew_of(*[work] * WORKERS)
     assert crew.run() == [None] * WORKERS
     rounds = len(rows(crew.objects))
-    assert sum(puts) == rounds * (3 * WORKERS + 3) + 1 + WORKERS, "the start, and a word of leaving of each"
+    assert sum(puts) == rounds * (3 * WORKERS + 3) + 1 + WORKERS + 2, "the start, a word of leaving of each, the end"
     crew = crew_of(*[loop("local_sgd(period=2)")] * WORKERS)
     crew.run()
     old = [name for name in crew.objects.content if name.startswith(("00000000.", "00000001."))]
@@ -206,6 +206,19 @@ def test_a_late_worker_takes_over_the_newest_state() -> None:
     assert third[1] > 0
     assert [row["lost"] for row in rows(crew.objects)].count([2]) == 1
     assert counted(crew.objects) == ONCE
+
+
+@pytest.mark.parametrize("lates", [(2,), (1, 2)])
+def test_workers_left_out_of_the_last_round_end_too(lates: tuple[int, ...]) -> None:
+    work = loop("diloco(period=4)")
+    late = paced(work, lambda number: 300.0 if number == 3 else 0.0)
+    crew = crew_of(*[late if worker in lates else work for worker in range(WORKERS)])
+    answers = crew.run()
+    for answer in answers:
+        assert not isinstance(answer, BaseException), answer
+    assert [row["members"] for row in rows(crew.objects)][3] == [w for w in range(WORKERS) if w not in lates]
+    assert counted(crew.objects) == ONCE
+    assert crew.clock.now() < 500.0, "none has waited for timeout_s"
 
 
 @pytest.mark.parametrize("validates", [False, True])

@@ -76,7 +76,7 @@ def test_rounds_have_the_bits_of_a_process_group() -> None:
 def site(bucket: Path, worker: int, kill_at: int | None) -> None:
     """A site's program. The others wait after round 3 until worker 2 has asked to join again."""
     torch.set_num_threads(1)
-    world = pt.join_bucket(bucket, worker=worker, workers=WORKERS, wait_s=4.0, timeout_s=100.0)
+    world = pt.join_bucket(bucket, worker=worker, workers=WORKERS, wait_s=6.0, timeout_s=100.0)
     torch.manual_seed(worker)
     net = nn.Linear(64, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

@@ -184,7 +184,7 @@ class StoreLoop:
 
     def begin(self, handle: Handle, facts: str) -> None:
         """Take over the state that all begin with, or the newest one."""
-        self._replica, self._rounds.facts = handle.replica, facts
+        self._replica, self._rounds.facts, self._rounds.state = handle.replica, facts, self._state
         start = self._rounds.begin_alike(self._state())
         if start is None:
             self._join()

@@ -8,6 +8,7 @@
     RUN/00000012.0.1/merged-3fa85f…        the sum, named by its hash
     RUN/00000012.0.1/decision              that this is the sum, or that a worker was lost and the round is tried again
     RUN/00000012.1.0/…                     the second attempt of round 12, among the workers left
+    RUN/finished                           the name of the last state, and its round: no worker is left
 
 A merger waits for `wait_s`, then goes on with the present ones. A merger that is silent for so long is followed by the
 next one. With several mergers the first decision that is created counts: every worker reads the same one. A worker that
@@ -19,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -77,7 +78,9 @@ class StoreRounds:
         self.inside = False
         """True within a round."""
         self.begun = False
-        """True once this worker has the run's state, so that others wait for it."""
+        """True while this worker has the run's state, so that others wait for it."""
+        self.state: Callable[[], tuple[dict[str, Tensor], dict[str, Any]]] = lambda: ({}, {})
+        """The newest state, of the model and all that belongs to it."""
 
     # ------------------------------------------------------------------ the beginning
 
@@ -138,11 +141,23 @@ class StoreRounds:
         """Workers that meet in the next round and have no state yet, with their requests."""
         return {worker: self.tokens[str(worker)] for worker in self.expected if worker not in self.members}
 
-    def leave(self) -> None:
-        """Tell the others that this worker comes to no further round."""
-        if self.begun and self.worker in self.expected:
-            content = packed({}, self._about(kind="leaves"))
-            self.store.create(f"{_place(self.round + 1, 0, 0)}/worker-{self.worker}", content)
+    def leave(self, *, done: bool = True) -> None:
+        """Tell the others that this worker comes to no further round.
+
+        The last worker keeps its state in the store, if it is `done`: a worker that the last round left out
+        goes on from it, alone.
+        """
+        if not self.begun or self.worker not in self.expected:
+            return
+        self.begun = False
+        place = f"{_place(self.round + 1, 0, 0)}/worker"
+        self.store.create(f"{place}-{self.worker}", packed({}, self._about(kind="leaves")))
+        others = [self.store.get(f"{place}-{worker}") for worker in self.expected if worker != self.worker]
+        is_last = all(other is not None and other.about["kind"] == "leaves" for other in others)
+        if done and is_last and self.round >= 0:
+            token = secrets.token_hex(8)
+            self.give(token, *self.state())
+            self.store.put("finished", packed({}, {"token": token, "round": self.round}))
 
     # ------------------------------------------------------------------ joining
 
@@ -163,7 +178,18 @@ class StoreRounds:
                 if (state := store.get(f"admitted/{token}")) is not None:
                     store.remove(f"joins/{self.worker}")
                     return self._admitted(state)
+            if (state := self._finished()) is not None:
+                store.remove(f"joins/{self.worker}")
+                admitted, self.expected = self._admitted(state), (self.worker,)
+                return admitted
             looks.pause()
+
+    def _finished(self) -> StoredObject | None:
+        """The state that the last worker has left, unless another one has gone on from it."""
+        found = self.store.get("finished")
+        if found is None or self.store.get(f"{_place(found.about['round'] + 1, 0, 0)}/decision") is not None:
+            return None
+        return self.store.get(f"admitted/{found.about['token']}")
 
     def _admitted(self, state: StoredObject) -> Admitted:
         at = state.about["rounds"]

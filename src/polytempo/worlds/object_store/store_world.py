@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.op import Collective, Op, Recv, Send
 from polytempo.core.system.url_path import UrlPath
-from polytempo.worlds.object_store.object_store import ObjectStore
+from polytempo.worlds.object_store.object_store import ObjectStore, StoreFailed
 from polytempo.worlds.object_store.objects import objects_at
 from polytempo.worlds.object_store.rounds import StoreRounds
 from polytempo.worlds.process.process_world import ProcessWorld, set_current
@@ -66,6 +68,11 @@ class StoreWorld(ProcessWorld):
         """Tell the other workers not to wait for this one. The end of the process does it, too."""
         self.rounds.leave()
 
+    def at_exit(self) -> None:
+        """Leave; after an error keep no state. A store that does not answer ends this silently."""
+        with suppress(StoreFailed):
+            self.rounds.leave(done=getattr(sys, "last_value", None) is None)
+
 
 def join_bucket(
     url: str | Path | UrlPath,
@@ -106,5 +113,5 @@ def join_bucket(
     store = ObjectStore(objects_at(url), str(url), deadline_s=retry_s)
     world = StoreWorld(StoreRounds(store, worker, workers, wait_s=wait_s, timeout_s=timeout_s))
     set_current(world)
-    atexit.register(world.leave)
+    atexit.register(world.at_exit)
     return world
