@@ -12,7 +12,9 @@ import torch
 import polytempo as pt
 from object_store import bucket
 from polytempo.worlds.object_store.object_store import Damaged, ObjectStore, StoreFailed, packed, unpacked
-from polytempo.worlds.object_store.objects import Objects, check_conditional, objects_at
+from polytempo.worlds.object_store.objects import Objects, objects_at
+from polytempo.worlds.object_store.rounds import StoreRounds
+from polytempo.worlds.object_store.store_world import StoreWorld
 from store_workers import Faults, MemoryObjects
 
 SECONDS = 30.0
@@ -109,9 +111,28 @@ def test_a_place_without_conditional_puts_is_refused() -> None:
 
     for objects in (Careless(), Older()):
         with pytest.raises(pt.errors.Incompatible, match="PT2902"):
-            check_conditional(objects, "memory")
+            store_of(objects)[0].check_conditional()
         assert not objects.content
-    check_conditional(MemoryObjects(), "memory")
+
+
+def test_the_start_outlives_faults_and_names_a_store_that_is_not_there(tmp_path: Path) -> None:
+    for place in (MemoryObjects(), *places(tmp_path)):
+        for what in ("create", "lost create", "get", "remove"):
+            faulty = Faults(place, failing(2, what, lambda: OSError(503, "Slow Down")))
+            store_of(faulty)[0].check_conditional()
+    missing = Faults(MemoryObjects(), failing(10**9, "create", lambda: FileNotFoundError("no such bucket")))
+    with pytest.raises(StoreFailed, match=r"PT2906.*no such bucket"):
+        store_of(missing)[0].check_conditional()
+
+
+def test_a_word_of_leaving_to_a_store_that_is_gone_is_no_error() -> None:
+    objects = Faults(MemoryObjects(), failing(10**9, "create", lambda: ConnectionError("refused")))
+    world = StoreWorld(StoreRounds(store_of(objects)[0], 0, 2, wait_s=10.0, timeout_s=100.0))
+    world.rounds.begun = True
+    world.at_exit()
+    world.rounds.begun = True
+    with pytest.raises(StoreFailed, match="PT2906"):
+        world.leave()
 
 
 def failing(times: int, what: str, error: Callable[[], Exception]) -> Callable[[int, str, str], None]:
@@ -200,5 +221,5 @@ def test_arguments_of_join_bucket(tmp_path: Path) -> None:
 
 def test_the_users_own_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
-    objects_at(tmp_path / "shared")
+    store_of(objects_at(tmp_path / "shared"))[0].check_conditional()
     assert (tmp_path / "shared").is_dir()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from polytempo.core.calls.refusals import refusal_of
+from polytempo.core.calls.refusals import refusal_of, refuse
 from polytempo.core.errors import PolytempoError
 from polytempo.worlds.object_store.objects import Objects
 
@@ -27,7 +28,9 @@ T = TypeVar("T")
 
 _FIRST_S, _LONGEST_S = 0.02, 2.0
 """Pauses between tries and between looks: they double from the first to the longest."""
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError)
+_UNABLE = (PermissionError, TypeError, NotImplementedError)
+"""Errors of a filesystem without conditional puts: no hard links, no argument `mode`."""
+_FINAL = (*_UNABLE, IsADirectoryError, NotADirectoryError)
 """Errors that another try does not mend."""
 
 
@@ -160,6 +163,23 @@ class ObjectStore:
     def remove(self, name: str) -> None:
         """Remove an object; nothing where there is none."""
         self._tried("remove", name, lambda: self._objects.remove(name))
+
+    def check_conditional(self) -> None:
+        """`Incompatible` (PT2902) for a place that lets two create one name, or cannot create at all.
+
+        `StoreFailed` (PT2906) where it does not answer. Cost: two puts, a get and a removal of an object of 16 bytes.
+        """
+        name, error = f"probe-{secrets.token_hex(8)}", "two workers have created one name"
+        try:
+            self.create(name, b"first of creators")
+            is_kept = not self.create(name, b"other of creators")
+            self.remove(name)
+        except StoreFailed as failed:
+            if not isinstance(failed.__cause__, _UNABLE):
+                raise
+            is_kept, error = False, f"{type(failed.__cause__).__name__}: {failed.__cause__}"
+        if not is_kept:
+            refuse({"object store", "no conditional put"}, url=self.url, error=error)
 
     def _count_put(self, content: bytes) -> None:
         self.requests.puts += 1

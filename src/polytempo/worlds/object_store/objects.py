@@ -3,7 +3,7 @@
     create(name, content)     of several that create one name exactly one succeeds; the others get FileExistsError
 
 A folder links a finished file to the name, which fails where there is one. S3 takes `If-None-Match: *`, Google and
-Azure their own conditions, all by `pipe_file(mode="create")`. Whether a filesystem keeps the promise is tried.
+Azure their own conditions, all by `pipe_file(mode="create")`. `ObjectStore.check_conditional` tries it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.url_path import UrlPath, filesystem, place
 
 _IN_MEMORY = threading.Lock()
@@ -86,6 +85,7 @@ class FilesystemObjects:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        filesystem(url)  # its errors are the argument's
 
     def _at(self, name: str) -> tuple[Any, str]:
         fs, path = filesystem(f"{self._url}/{name}")
@@ -117,27 +117,6 @@ class FilesystemObjects:
 
 
 def objects_at(url: str | Path | UrlPath) -> Objects:
-    """The objects of a folder or URL. `Incompatible` (PT2902) where it has no conditional put.
-
-    Cost: two puts and a removal of an object of 16 bytes.
-    """
+    """The objects of a folder or URL; nothing is read or written."""
     where = place(url)
-    found: Objects = FilesystemObjects(where.url) if isinstance(where, UrlPath) else FolderObjects(where)
-    check_conditional(found, str(where))
-    return found
-
-
-def check_conditional(objects: Objects, url: str) -> None:
-    """`Incompatible` (PT2902) for a place that lets two create one name, or cannot create at all."""
-    name = f"probe-{secrets.token_hex(8)}"
-    try:
-        objects.create(name, b"first of creators")
-        objects.create(name, b"other of creators")
-    except FileExistsError:
-        return
-    except (TypeError, NotImplementedError, PermissionError) as error:
-        refuse({"object store", "no conditional put"}, url=url, error=f"{type(error).__name__}: {error}")
-    finally:
-        with suppress(OSError):
-            objects.remove(name)
-    refuse({"object store", "no conditional put"}, url=url, error="two workers have created one name")
+    return FilesystemObjects(where.url) if isinstance(where, UrlPath) else FolderObjects(where)

@@ -99,8 +99,8 @@ def join_bucket(
     tried again for so long.
 
     Errors: ValueError for a number out of range; `Incompatible` (PT29xx) for a strategy that exchanges in every step,
-    and for a store without conditional puts; while it trains, `StoreFailed` with the code PT2906 for a store that does
-    not answer, and PT2907 where no worker does.
+    and for a store without conditional puts; `StoreFailed` with the code PT2906 for a store that does not answer, such
+    as a missing bucket, and PT2907 where no worker does.
 
     Cost of a round of k workers: 3 k + 3 puts, and gets by waiting; a worker sends its tensors once and receives the
     sum once, and the merger receives the others' tensors.
@@ -111,6 +111,7 @@ def join_bucket(
         if not 0 < seconds < math.inf:
             raise ValueError(f"{name} is a number of seconds over 0, got {seconds}")
     store = ObjectStore(objects_at(url), str(url), deadline_s=retry_s)
+    store.check_conditional()
     world = StoreWorld(StoreRounds(store, worker, workers, wait_s=wait_s, timeout_s=timeout_s))
     set_current(world)
     atexit.register(world.at_exit)
