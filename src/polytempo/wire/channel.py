@@ -81,10 +81,16 @@ class ChannelServer(Generic[In, Out]):
 
     def send(self, peer: bytes, message: Out) -> bool:
         """Send without waiting; False where the peer is not connected or does not read."""
+        return self.sent(peer, message) is True
+
+    def sent(self, peer: bytes, message: Out) -> bool | None:
+        """The same; None where the peer is not connected, False where it is and its queue is full."""
         try:
             self._router.send_multipart([peer, *cut(msgspec.msgpack.encode(message))], zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except zmq.Again:
             return False
+        except zmq.ZMQError:
+            return None
         return True
 
     def take(self, wait_s: float = 0.0) -> tuple[bytes, In] | None:

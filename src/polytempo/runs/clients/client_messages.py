@@ -70,10 +70,11 @@ class ServerBeat(Struct, tag="beat", frozen=True):
 
 
 class ClientRefused(Struct, tag="refused", frozen=True):
-    """The server did not take the last message. `final`: nor will it take another one."""
+    """The server did not take the last message. `final`: nor will it take another one. `hello`: say hello again."""
 
     why: str
     final: bool = False
+    hello: bool = False
 
 
 class RoundsOver(Struct, tag="over", frozen=True):

@@ -125,7 +125,7 @@ class _ClientLoop:
             parted_s = self._channel.parted_s
             if self._channel.connections != connections:
                 connections = self._channel.connections
-                self._channel.send(ClientHello(self._samples, self._layout))
+                self._hello()
             if parted_s > self._patience_s:
                 raise PolytempoError(
                     f"the server at {self._channel.address} was not there for {self._patience_s:g} s, or does not know "
@@ -142,6 +142,11 @@ class _ClientLoop:
                 print(f"polytempo: the server refused: {message.why}", file=sys.stderr)
                 if message.final:
                     raise PolytempoError(f"the server at {self._channel.address} refused this client: {message.why}")
+                if message.hello:
+                    self._hello()
+
+    def _hello(self) -> None:
+        self._channel.send(ClientHello(self._samples, self._layout))
 
     def _meet(self, welcome: ClientWelcome) -> None:
         if welcome == self._welcome:

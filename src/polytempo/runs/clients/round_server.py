@@ -50,6 +50,7 @@ _LOOK_S = 1.0
 _HIGH_WATER = 64
 _FAREWELL_S = 2.0
 _MOST_WHY = 200
+_NO_HELLO = "it has not said hello, or another process has its ticket"
 
 
 class _Present(NamedTuple):
@@ -161,7 +162,7 @@ class RoundServer:
 
     def _send_round(self, client: int, opened: _Open) -> None:
         order = RoundOrder(opened.number, opened.rates, opened.content)
-        if not self._channel.send(self._there[client].peer, order):
+        if self._channel.sent(self._there[client].peer, order) is None:
             self._lost(client, opened)
 
     def _collect(self, opened: _Open) -> None:
@@ -187,7 +188,7 @@ class RoundServer:
         for client, present in list(self._there.items()):
             if not self._roster.admits(client):
                 self._dismiss(client, present.peer, opened)
-            elif not self._channel.send(present.peer, ServerBeat()):
+            elif self._channel.sent(present.peer, ServerBeat()) is None:
                 self._lost(client, opened)
 
     def _lost(self, client: int, opened: _Open) -> None:
@@ -213,7 +214,7 @@ class RoundServer:
         elif isinstance(message, ClientHello):
             self._greet(client, peer, message, opened)
         elif (present := self._there.get(client)) is None or present.peer != peer:
-            self._channel.send(peer, ClientRefused("it has not said hello, or another process has its ticket"))
+            self._channel.send(peer, ClientRefused(_NO_HELLO, hello=present is None))
         elif isinstance(message, RoundDeclined):  # it has an error of its own, and will leave
             del self._there[client]
             if message.round == opened.number and client in opened.pending:
@@ -228,10 +229,9 @@ class RoundServer:
         elif not 1 <= hello.samples <= most:
             why = f"it says that it has {hello.samples:,} samples, and its ticket is for 1 to {most:,}"
         else:
-            before = self._there.get(client)
             self._there[client] = _Present(peer, hello.samples)
             self._channel.send(peer, replace(self._welcome, number=client))
-            if client in opened.pending and (before is None or before.peer != peer):
+            if client in opened.pending:  # a new connection: the order may be lost with the old one
                 opened.pending[client] = math.inf
                 self._send_round(client, opened)
             return
