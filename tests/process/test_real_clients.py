@@ -201,7 +201,7 @@ def test_wrong_answers_change_no_bit_and_are_refused_by_name(tmp_path: Path) -> 
 
 def test_an_old_round_and_a_guest_that_was_not_drawn(tmp_path: Path) -> None:
     """A late answer counts for no other round."""
-    late = fed.RoundRules(there=2, deadline_s=1.0)
+    late = fed.RoundRules(there=2, deadline_s=4.0)
     run = Running(tmp_path, fed.fed_avg(2, 1, 4), clients=2, steps=2, rules=late)
     first: list[RoundOrder] = []
 
@@ -241,6 +241,21 @@ def test_a_ticket_bounds_the_samples_and_can_be_revoked(tmp_path: Path) -> None:
     run.join(2)
     run.end()
     assert any("client-1 is refused: its ticket is revoked" in text for text in run.texts())
+
+
+def test_a_client_that_said_a_wrong_size_comes_again_in_the_same_round(tmp_path: Path) -> None:
+    run = Running(tmp_path, fed.fed_avg(2, 1, 4), clients=2, steps=1, rules=fed.RoundRules(there=2, fewest=2))
+    with pytest.raises(PolytempoError, match="its ticket is for"):
+        run.join(1, data() + data()).result(LONG_S)
+    for client in range(2):
+        run.join(client)
+    assert run.end().steps == 1
+
+
+def test_options_that_deal_data_are_refused(tmp_path: Path) -> None:
+    fed.make_tickets(tmp_path / "keys", 1, ANY)
+    with pytest.raises(ValueError, match=r"sampling='weighted\(\)': clients on machines of their own"):
+        fed.serve(job(), fed.fed_avg(1), tmp_path / "keys", listen=ANY, sampling="weighted()")
 
 
 def test_a_server_that_died_goes_on_and_its_clients_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,3 +305,5 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
         fed.serve(job(), fed.fed_avg(1), tmp_path)
     with pytest.raises(ValueError, match="PT2518"):
         fed.serve(job(), fed.fed_avg(1), tmp_path / "keys", listen=ANY, rules=fed.RoundRules(wait_s=0.1))
+    fed.revoke(tmp_path / "keys", 0)
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["client-0.ticket", "roster.json"]

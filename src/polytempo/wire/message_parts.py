@@ -28,6 +28,8 @@ def cut(data: Frame, part_bytes: int = PART_BYTES) -> list[Frame]:
 def received(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> list[Frame] | None:
     """The next message's parts, the first of them whole, without waiting; None where there is none.
 
+    ZeroMQ keeps the parts of a message that has not ended, without a bound: only holders of keys send some.
+
     Of a message with too many parts it keeps one part too many, of one with too many bytes (the first part aside) only
     the first part: both are then malformed.
     """

@@ -76,6 +76,8 @@ class _Open:
     answers: dict[int, ClientAnswer] = field(default_factory=dict)
     out: dict[int, str] = field(default_factory=dict)
     """Refused clients, and why."""
+    late: set[int] = field(default_factory=set)
+    """Clients that have sent a movement of another round in this one."""
 
 
 class RoundServer:
@@ -230,6 +232,8 @@ class RoundServer:
             why = f"it says that it has {hello.samples:,} samples, and its ticket is for 1 to {most:,}"
         else:
             self._there[client] = _Present(peer, hello.samples)
+            if client not in opened.asked:  # refused for its hello, which is right now
+                opened.out.pop(client, None)
             self._channel.send(peer, replace(self._welcome, number=client))
             if client in opened.pending:  # a new connection: the order may be lost with the old one
                 opened.pending[client] = math.inf
@@ -244,7 +248,8 @@ class RoundServer:
             self._channel.send(
                 present.peer, ClientRefused(f"round {message.round} has ended, and this is round {opened.number}")
             )
-            if client in opened.pending:
+            if client in opened.pending and client not in opened.late:
+                opened.late.add(client)
                 self._tell(opened.number, client, f"sent a movement of an old round ({message.round})")
             return
         if client not in opened.pending:

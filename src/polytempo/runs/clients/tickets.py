@@ -8,10 +8,13 @@ All are files that their owner alone can read. A ticket is a secret: any process
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,14 +142,27 @@ def make_tickets(folder: str | Path, clients: int, server: str, most_samples: in
 def revoke(folder: str | Path, client: int) -> None:
     """See `polytempo.federated.revoke`."""
     path = Path(folder) / ROSTER
-    roster = TicketRoster(folder)
-    if not 0 <= client < len(roster.members):
-        raise ValueError(f"{path} has clients 0 to {len(roster.members) - 1}, and no {client}")
-    members = list(roster.members)
-    members[client] = msgspec.structs.replace(members[client], revoked=True)
-    aside = path.with_name(f".{ROSTER}.{os.getpid()}")
-    _write_private(aside, msgspec.json.encode(_RosterFile(_ROSTER_FORMAT, roster.keys.to_plain(), members)))
-    os.replace(aside, path)
+    with _alone(Path(folder)):
+        roster = TicketRoster(folder)
+        if not 0 <= client < len(roster.members):
+            raise ValueError(f"{path} has clients 0 to {len(roster.members) - 1}, and no {client}")
+        members = list(roster.members)
+        members[client] = msgspec.structs.replace(members[client], revoked=True)
+        aside = path.with_name(f".{ROSTER}.new")
+        aside.unlink(missing_ok=True)  # of a process that has died here
+        _write_private(aside, msgspec.json.encode(_RosterFile(_ROSTER_FORMAT, roster.keys.to_plain(), members)))
+        os.replace(aside, path)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, no other process is inside for the same folder."""
+    folder_file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder_file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder_file)
 
 
 def url_of(address: str) -> str:

@@ -37,6 +37,12 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
     assert spec.strategy.rounds is not None
     train, given = data.train, spec.options.clients
     if isinstance(train, RemotePlaces):
+        chosen = {"clients": given, "sampling": spec.options.sampling, "client_test": spec.options.client_test}
+        if named := ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None):
+            raise ValueError(
+                f"{named}: clients on machines of their own have their data, and the server draws among those that are "
+                "there; leave it out, and see RoundRules"
+            )
         return train
     if isinstance(train, Clients):
         if given is not None and spec.options.client_test is None:
