@@ -422,6 +422,13 @@ def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
+def test_a_workers_process_loads_no_library_that_few_need() -> None:
+    """Thousands of processes load it. scipy alone takes as long as torch."""
+    slow = ("scipy", "matplotlib", "plotly", "rich", "zmq", "starlette")
+    check = f"import polytempo.training.trainer, sys\nassert not [m for m in {slow} if m in sys.modules]"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
 UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|lest)\b", re.IGNORECASE)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import poisson
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo import federated as fed
 from polytempo.core.calls.refusals import Incompatible
-from polytempo.core.strategy import Privacy
+from polytempo.core.strategy import InRounds, Privacy
 from polytempo.federated.clients import Cohorts
 from polytempo.federated.privacy import add_noise_, clip_, epsilon
 from polytempo.spec.text.catalogue import parse_strategy
@@ -191,3 +192,11 @@ def test_a_code_around_a_private_strategy_can_be_named() -> None:
     strategy = fed.fed_coded(fed.private(fed.fed_avg(cohort=8), noise=0.0), pt.compression.int8())
     assert str(parse_strategy(str(strategy))) == str(strategy)
     assert parse_strategy(str(strategy)).rounds.privacy == strategy.rounds.privacy
+
+
+@pytest.mark.parametrize("cohort", [1, 2, 12, 100, 2500])
+def test_a_round_has_places_for_all_but_one_of_1e15(cohort: int) -> None:
+    meeting = fed.private(fed.fed_avg(cohort)).meeting
+    assert isinstance(meeting, InRounds)
+    most = meeting.number - 1
+    assert poisson.sf(most, cohort) <= 1e-15 < poisson.sf(most - 1, cohort)

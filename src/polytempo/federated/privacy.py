@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
-from scipy.stats import poisson
 from torch import Tensor
 
 from polytempo.aggregation import mean
@@ -62,7 +62,7 @@ def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float
             "not; give fed_avg, fed_avg_m, fed_prox, fed_adam, fed_yogi or fed_adagrad"
         )
     cohort = rounds.number
-    places = int(poisson.isf(_OVERFLOW, cohort)) + 1
+    places = _most_drawn(cohort) + 1
 
     def shares(samples: Tensor, local: LocalTraining) -> Tensor:
         return (samples > 0) / torch.tensor(cohort, dtype=samples.dtype)
@@ -71,6 +71,16 @@ def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float
         rounds, number=places, shares=shares, privacy=Privacy(float(clip), float(noise), float(delta), cohort)
     )
     return replace(inner, name=call_name(private, locals()), gradients=mean(Invariant(places)), meeting=meeting)
+
+
+def _most_drawn(mean_number: float) -> int:
+    """The least k with P(X > k) of at most `_OVERFLOW`, where X has Poisson's distribution. (scipy's takes seconds to
+    import.)"""
+    k, tail = int(mean_number + 12 * math.sqrt(mean_number)) + 40, 0.0
+    while tail <= _OVERFLOW:  # P(X > k)
+        tail += math.exp(k * math.log(mean_number) - mean_number - math.lgamma(k + 1))
+        k -= 1
+    return k + 1
 
 
 def _plain(local: LocalTraining) -> LocalTraining:
