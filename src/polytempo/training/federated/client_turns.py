@@ -40,8 +40,8 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
         chosen = {"clients": given, "sampling": spec.options.sampling, "client_test": spec.options.client_test}
         if named := ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None):
             raise ValueError(
-                f"{named}: clients on machines of their own have their data, and the server draws among those that are "
-                "there; leave it out, and see RoundRules"
+                f"{named}: clients on machines of their own bring their data, and the server draws among the connected "
+                "ones; leave it out, and see pt.federated.RoundRules"
             )
         return train
     if isinstance(train, Clients):
