@@ -60,7 +60,8 @@ def made_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("strategy", "steps"), [(s.sync_sgd(), 20), (s.shared_memory(), 20), (s.local_sgd(period=4), 30)], ids=str
 )
 def test_attach_names_the_slow_rank(strategy: Strategy, steps: int, made_clocks: None) -> None:
-    """Rank 2 becomes slow in step 13. Between meetings ranks leave their snapshots at other times."""
+    """Rank 2 becomes slow in step 13. Snapshots follow steps 1, 4, 7, 10, 13; when rank 0 compares after step 11, a rank
+    between two meetings may have left that of step 7 as its last."""
 
     def trained(world: ProcessWorld) -> Any:
         model = small()
@@ -77,7 +78,7 @@ def test_attach_names_the_slow_rank(strategy: Strategy, steps: int, made_clocks:
     assert others == [[], [], []]
     [found] = first
     assert (found["rank"], found["who"], found["about"]) == (SLOW, "rank-2", "slow rank")
-    assert abs(found["values"]["since_step"] - 12) <= 3
+    assert 7 <= found["values"]["since_step"] <= 15
     assert found["step"] <= 12 + steps
     assert found["values"]["slower"] == pytest.approx(0.3, abs=0.08)
     assert found["text"].startswith("rank 2 is ")
