@@ -288,7 +288,7 @@ def test_a_process_that_has_computed_gradients_forks_no_workers(device: str, fou
 
 @pytest.mark.process
 def test_a_profile_beside_a_device(device: str) -> None:
-    """It forked after it had computed gradients, and ended with torch's error."""
+    """The launcher forked after it had computed gradients, and ended with torch's error."""
     command = [sys.executable, "-m", "polytempo", "profile", "digits", "--device", "cpu", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -106,7 +106,7 @@ def test_collectives_answer_as_on_the_host(device: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("which", crew.BACKENDS)
 def test_messages_around_a_ring(device: str, num_ranks: int, which: str) -> None:
-    """Under `pt.init()`'s own group they raised "No backend type associated with device type"."""
+    """Messages in `pt.init()`'s own group raised "No backend type associated with device type"."""
 
     async def around(world: ProcessWorld, tensor: Tensor) -> Tensor:
         port, found = world.port, tensor.clone()
@@ -145,7 +145,7 @@ THEIRS = {"a device's alone": "{backend}", "gloo's alone": "gloo", "both": "cpu:
 @pytest.mark.parametrize("theirs", THEIRS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_init_where_a_process_group_exists(device: str, theirs: str, num_ranks: int, tmp_path: Any) -> None:
-    """With a device's backend alone it raised "No backend type associated with device type cpu"."""
+    """`pt.init` with a device's backend alone raised "No backend type associated with device type cpu"."""
     name = THEIRS[theirs].format(device=device, backend=backend_of(device))
 
     def serve(rank: int) -> str:
@@ -174,7 +174,7 @@ def test_init_where_a_process_group_exists(device: str, theirs: str, num_ranks: 
 
 
 def test_the_native_core_refuses_memory_that_it_cannot_read(device: str) -> None:
-    """It read it: a segmentation fault."""
+    """The host read device memory: a segmentation fault."""
 
     def work(world: ProcessWorld, card: torch.device) -> dict[str, str]:
         shared = group().group

@@ -353,7 +353,7 @@ def _ternary(w: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """What plain torch reaches: parameters and buffers by name."""
+    """Parameters and buffers after training with plain torch, by name."""
 
     saved: dict[str, Tensor]
     scored: dict[str, Tensor]

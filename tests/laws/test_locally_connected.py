@@ -1,4 +1,4 @@
-"""Layers with weights of their own at each place: what they compute, and the same with some places on each rank."""
+"""Layers with weights of their own at each place: their outputs, and the same with some places on each rank."""
 
 from __future__ import annotations
 

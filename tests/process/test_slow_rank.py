@@ -60,8 +60,8 @@ def made_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("strategy", "steps"), [(s.sync_sgd(), 20), (s.shared_memory(), 20), (s.local_sgd(period=4), 30)], ids=str
 )
 def test_attach_names_the_slow_rank(strategy: Strategy, steps: int, made_clocks: None) -> None:
-    """Rank 2 becomes slow in step 13. Snapshots follow steps 1, 4, 7, 10, 13; when rank 0 compares after step 11, a rank
-    between two meetings may have left that of step 7 as its last."""
+    """Rank 2 becomes slow in step 13. Snapshots follow steps 1, 4, 7, 10 and 13. Rank 0 compares after step 11, when
+    the last snapshot of a rank between two meetings may have followed step 7."""
 
     def trained(world: ProcessWorld) -> Any:
         model = small()
