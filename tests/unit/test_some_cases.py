@@ -24,6 +24,13 @@ def test_every_value_is_met_in_its_file() -> None:
     assert len(kept["first"]) + len(kept["second"]) + len(kept["alone"]) <= (120 + 120) / 4 + 6 + 2 * 3
 
 
+def test_a_budget_may_leave_out_values() -> None:
+    """A parameter's few values are met by each test, and of many a third and those of the first choice."""
+    kept = chosen({"test": GRID}, Budget(few=3, of=40, inside=1, values=3))["test"]
+    assert {GRID[number]["size"] for number in kept} == {1, 2, 3}
+    assert len(ROWS) / 3 - 1 <= len({GRID[number]["row"] for number in kept}) <= len(ROWS) / 3 + 3 + 3
+
+
 def test_the_next_test_begins_with_other_values() -> None:
     kept = chosen({"first": GRID, "second": GRID}, BUDGET)
     first, second = ({GRID[number]["row"] for number in kept[test]} for test in ("first", "second"))
