@@ -7,7 +7,7 @@
 100 clients IID, ten a round, E = 1, B = 10, a rate of 0.1, 784-200-200-10, scored after each round by all test images.
 Two processes with one thread each train the clients on both sides: our two workers, and two actors of Flower's Ray
 backend with one processor each. Flower's client is a plain loop over tensors that its process has loaded once, without
-a `DataLoader`. Seconds are those of rounds, without scores; Flower's also without the first round, which starts actors.
+a `DataLoader`. The seconds of rounds count, without scores; Flower's first round, which starts actors, does not count.
 """
 
 from __future__ import annotations
