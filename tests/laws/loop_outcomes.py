@@ -33,7 +33,7 @@ STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
 SIGNUM = "sign_sgd(feedback=False, exact_below=0, momentum=0.9)"
 NO_MEAN = "use parameter_averaging(optimizer_state=False)"
 REFUSED: dict[tuple[str, int], dict[str, str]] = {
-    ("accumulated_aloud", 1): {"delayed_sgd": ONCE, "demo": ONCE, SIGNUM: ONCE},
+    ("accumulated_aloud", 1): {"delayed_sgd": ONCE, "demo": ONCE, "dion": ONCE, "one_bit_adam": ONCE, SIGNUM: ONCE},
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
     ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
     ("searched", 1): {STATEFUL: NO_MEAN, "des_loc": NO_MEAN},

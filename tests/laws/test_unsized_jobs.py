@@ -16,8 +16,6 @@ from torch.utils.data import IterableDataset
 import polytempo as pt
 from polytempo.data.shard import DataShard
 from polytempo.data.streams.stream_pieces import RowsHeard
-from polytempo.worlds import ProcessWorld
-from process.crew import together
 
 LENGTHS = (9, 0, 23, 1, 11, 9)
 SAMPLES, BATCH = sum(LENGTHS), 4
@@ -145,31 +143,6 @@ def test_a_rank_without_samples_does_not_train_on_its_stand_in() -> None:
     for parameter, *each in zip(mean.parameters(), *means, strict=True):
         parameter.data = sum(each) / 2
     assert found.loss == pytest.approx(made.loss(mean(X), torch.arange(SAMPLES).double()).item(), abs=1e-12)
-
-
-@pytest.mark.process
-def test_a_stand_in_takes_no_other_batch_of_its_step_away() -> None:
-    """Two batches a step: rank 1's second step has a real one and a stand-in, and its third two stand-ins."""
-
-    def work(world: ProcessWorld) -> list[Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        pt.attach(model, optimizer, "local_sgd(period=100)")
-        found = [model.weight.tolist()]
-        stream = InParts(range(12), range(12, 18))
-        for number, (x, y) in enumerate(pt.shard(stream, batch_size=2)):
-            ((model(x).squeeze(1) - y) ** 2).mean().backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(model.weight.tolist())
-        return found
-
-    _, (begin, first, second, third) = together(2, work)
-    assert begin != first
-    assert first != second
-    assert second == third
 
 
 @pytest.mark.process

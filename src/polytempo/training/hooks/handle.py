@@ -344,8 +344,7 @@ class Handle(LoggingHandle):
         exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each gets
         parameters of its own. Raises NotFinite for values of the last step on a device, where `allow_nan` is False.
         """
-        weights = self._members.weights
-        for hook in [*self._hooks, *self.replica.hooks, *([] if weights is None else weights.hooks)]:
+        for hook in [*self._hooks, *self.replica.hooks, *self._members.hooks]:
             hook.remove()
         if self.replica.masters is not None:
             self.replica.masters.end()

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
 from polytempo.core import Port, Promise
 from polytempo.core.calls.refusals import refuse
-from polytempo.training.hooks.step_weights import StepWeights
+from polytempo.training.hooks.step_weights import GradientFactor, StepWeights
 from polytempo.training.model.agree import share_of
 from polytempo.training.step.buffers import MemberWeight
 from polytempo.training.step.replica import Replica
@@ -27,9 +28,13 @@ class JoinMembership:
         """`sums_at_step`: the step exchanges gradients, and not a backward pass, so all passes accumulate."""
         self._world, self._data, self._replica, self._sums_at_step = world, data, replica, sums_at_step
         self._batch: Batch | None = None
+        """The batch of the coming step, if its share is known."""
+        self._recognised = False
+        """True if `_batch` is not only the last one that was yielded."""
         self.stands_in: bool | None = None
         """True if all batches of the coming step stand in for samples; None before the first one."""
-        """The batch of the coming step, if its share is known."""
+        self._counts: GradientFactor | None = None
+        """0 while gradients of a batch that stands in are computed; made at the first such batch of `pt.shard`."""
         self.joining = False
         self.accumulates = False
         """True while `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
@@ -78,7 +83,7 @@ class JoinMembership:
 
     def begin_batch(self, share: float | None) -> None:
         """The coming step is made of a batch with this share."""
-        self._batch = Batch(share, [], frozenset(), ())
+        self._batch, self._recognised = Batch(share, [], frozenset(), ()), True
         self._note(share)
 
     def _note(self, share: float | None) -> None:
@@ -93,12 +98,35 @@ class JoinMembership:
         if self._world.shares.weighs:
             self._weigh(self._world.shares.given(inputs, named))
         elif self._data.size > 1:
-            before, self._batch = self._batch, self._world.shares.of(inputs, named) or self._batch
+            before, found = self._batch, self._world.shares.of(inputs, named)
+            self._recognised = self._recognised or found is not None
+            self._batch = found or (before if self._recognised else self._world.shares.newest) or before
+            self._note(self._world.shares.last if self._batch is None else self._batch.share)
+            self._count(self._batch)
             if not self.joining:
                 self._replica.weigh_layers(self.share)
                 if before is not None and self._batch is not None:
+                    if self._batch.share == 0 and (self.accumulates or self._sums_at_step):
+                        self._batch = before  # accumulated gradients count by its share
                     self._reweigh(before.share, self._batch.share)
-            self._note(self.share)
+
+    def _count(self, batch: Batch | None) -> None:
+        """Let coming gradients be 0 if their `batch` of `pt.shard` stands in for samples. A job's step zeroes its own.
+
+        Layers that ranks divide have all ranks' gradients, which shares weigh already.
+        """
+        stands_in = batch is not None and batch.share == 0 and bool(batch.ranks)
+        if stands_in and self._counts is None:
+            trained, own = self._replica.trainable, self._replica.own
+            self._counts = GradientFactor(each for name, each in trained.items() if name not in own)
+        if self._counts is not None:
+            self._counts.value = float(not stands_in)
+
+    @property
+    def hooks(self) -> list[RemovableHandle]:
+        """Hooks of parameters that scale gradients."""
+        factors = (self._counts, None if self.weights is None else self.weights.factor)
+        return [hook for factor in factors if factor is not None for hook in factor.hooks]
 
     @torch.no_grad()
     def _reweigh(self, before: float | None, after: float | None) -> None:
@@ -120,7 +148,6 @@ class JoinMembership:
             refuse({"own loop", "divided layers", "weight"})
         if self.weights is None:
             self.weights = StepWeights(self._replica.trainable.values())
-            self.weights.watch()
         if batch is not None and self.weights.take(batch):
             self._agreed_share = None
 
@@ -129,7 +156,7 @@ class JoinMembership:
         if self.weights is not None:
             self.weights.end_step()
             self._agreed_share = None
-        self._batch, self.accumulates, self.stands_in = None, False, None
+        self._batch, self._recognised, self.accumulates, self.stands_in = None, False, False, None
 
     def agree_on_share(self) -> None:
         """Agree on the ranks' parts of the coming exchange, where they are not known: by the weights of their batches,

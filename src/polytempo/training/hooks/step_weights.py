@@ -13,9 +13,24 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from polytempo.worlds.process.shares import Batch
+
+
+class GradientFactor:
+    """Scales gradients of parameters on their way to `.grad` by `value`; 0 also drops NaN."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.value = 1.0
+        weakly = ref(self)  # torch keeps a parameter's hooks where the garbage collector does not look
+
+        def scaled(gradient: Tensor) -> Tensor | None:
+            factor = weakly()
+            if factor is None or factor.value == 1:
+                return None
+            return gradient * factor.value if factor.value else torch.zeros_like(gradient)  # NaN times 0 is NaN
+
+        self.hooks = [parameter.register_hook(scaled) for parameter in parameters if parameter.requires_grad]
 
 
 class StepWeights:
@@ -23,24 +38,11 @@ class StepWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.factor = GradientFactor(self._parameters)
         self.total = 0.0
         """The weights of the step's batches so far."""
         self.num_batches = 0
         self._last: Batch | None = None
-        self._factor = 1.0
-        self.hooks: list[RemovableHandle] = []
-
-    def watch(self) -> None:
-        """Scale gradients on their way to `.grad`."""
-        weakly = ref(self)  # torch keeps a parameter's hooks where the garbage collector does not look
-
-        def scaled(gradient: Tensor) -> Tensor | None:
-            weights = weakly()
-            if weights is None or weights._factor == 1:
-                return None
-            return gradient * weights._factor if weights._factor else torch.zeros_like(gradient)  # NaN times 0 is NaN
-
-        self.hooks = [parameter.register_hook(scaled) for parameter in self._parameters]
 
     @torch.no_grad()
     def take(self, batch: Batch) -> bool:
@@ -51,7 +53,7 @@ class StepWeights:
         weight = 1.0 if batch.weight is None else batch.weight
         self.total += weight
         self.num_batches += 1
-        self._factor = weight / self.total if self.total else 0.0
+        self.factor.value = weight / self.total if self.total else 0.0
         if before and weight:
             for parameter in self._parameters:
                 if parameter.grad is not None:
@@ -60,4 +62,4 @@ class StepWeights:
 
     def end_step(self) -> None:
         """The next batch begins another step."""
-        self.total, self.num_batches, self._last, self._factor = 0.0, 0, None, 1.0
+        self.total, self.num_batches, self._last, self.factor.value = 0.0, 0, None, 1.0

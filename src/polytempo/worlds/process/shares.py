@@ -162,9 +162,13 @@ class Shares:
         return found
 
     def given(self, *inputs: Any) -> Batch | None:
-        """The batch of `of`; where nothing is recognised, the last batch of a pass that goes on."""
-        last = next((each.last for each in self._passes if not each.ended), None)
-        return self.of(*inputs) or last
+        """The batch of `of`; where nothing is recognised, `newest`."""
+        return self.of(*inputs) or self.newest
+
+    @property
+    def newest(self) -> Batch | None:
+        """The last batch of a pass that goes on."""
+        return next((each.last for each in self._passes if not each.ended), None)
 
 
 def _tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
