@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import polytempo as pt
 import warm
-from laws.test_federated import CLIENTS, SEED, data, job, simulated
+from laws.test_federated import CLIENTS, SEED, data, job, model, normed, simulated, wide
 from polytempo import federated as fed
 from polytempo.aggregation import median
+from polytempo.compression import int8, qsgd, top_k
 from polytempo.core import Strategy
 from polytempo.core.errors import PolytempoError
 from polytempo.runs.clients.client_messages import (
@@ -38,7 +39,7 @@ from polytempo.runs.clients.client_messages import (
 from polytempo.runs.clients.round_server import RoundServer
 from polytempo.runs.clients.tickets import ClientTicket
 from polytempo.training.job.evaluate import tensors_of
-from polytempo.wire.channel import ChannelClient
+from polytempo.wire.channel import ChannelClient, ChannelServer
 from process.client_processes import part
 
 pytestmark = pytest.mark.process
@@ -50,7 +51,10 @@ LONG_S = 60.0
 class Running:
     """A server's run in a thread, and clients in threads."""
 
-    def __init__(self, folder: Path, strategy: Strategy, clients: int = CLIENTS, **more: Any) -> None:
+    def __init__(
+        self, folder: Path, strategy: Strategy, clients: int = CLIENTS, of: pt.Job | None = None, **more: Any
+    ) -> None:
+        self.job = of or job()
         self.folder, self._pool = folder, ThreadPoolExecutor(clients + 2)
         self.keys = folder / "keys"
         if not self.keys.exists():
@@ -58,7 +62,7 @@ class Running:
         address: Future[str] = Future()
         given: dict[str, Any] = {"seed": SEED, "listen": ANY, "rules": fed.RoundRules(there=clients)} | more
         told: dict[str, Any] = {"on_listening": address.set_result, "out": folder / "run"}
-        self.result = self._pool.submit(fed.serve, job(), strategy, self.keys, **told, **given)
+        self.result = self._pool.submit(fed.serve, self.job, strategy, self.keys, **told, **given)
         wait([self.result, address], LONG_S, FIRST_COMPLETED)
         self.address = address.result(0).removeprefix("tcp://")
 
@@ -67,7 +71,7 @@ class Running:
 
     def join(self, client: int, given: Any = None, of: pt.Job | None = None, **more: Any) -> Future[Any]:
         own = part(client) if given is None else given
-        return self._pool.submit(fed.join, of or job(), self.ticket(client), own, server=self.address, **more)
+        return self._pool.submit(fed.join, of or self.job, self.ticket(client), own, server=self.address, **more)
 
     def begin(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
         return self._pool.submit(work, *given)
@@ -82,6 +86,10 @@ class Running:
         return [row["text"] for row in rows if row["kind"] == "text" and row["name"] == name]
 
 
+OTHER_MODELS = {"fed_coded": wide, "fed_bn": normed}
+"""Models by the beginning of a strategy's name."""
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -90,13 +98,21 @@ class Running:
         fed.fed_nova(3, 2, 4),
         fed.fed_adam(3, 1, 4),
         fed.fed_robust(fed.fed_avg_m(5, 1, 4), median),
+        fed.fed_coded(fed.fed_adam(3, 1, 4), int8(), qsgd(levels=127)),
+        fed.fed_coded(fed.q_fed_avg(3, 2.0, 1, 4), top_k(0.1)),
+        fed.scaffold(3, 2, 4),
+        fed.fed_coded(fed.scaffold(3, 2, 4), qsgd(levels=7)),
+        fed.fed_rep(3, 1, 4),
+        fed.fed_bn(3, 1, None),
     ],
     ids=str,
 )
 def test_real_clients_end_with_the_bits_of_simulated_ones(strategy: Strategy, tmp_path: Path) -> None:
-    run = Running(tmp_path, strategy, steps=3)
-    joined = [run.join(client) for client in range(CLIENTS)]
-    assert run.end().parameters_sha256 == simulated(strategy, 3)["hash"]
+    made = next((make for name, make in OTHER_MODELS.items() if str(strategy).startswith(name)), model)
+    of = job(model=made)
+    run = Running(tmp_path, strategy, of=of, steps=3)
+    joined = [run.join(client, state=tmp_path / f"state-{client}") for client in range(CLIENTS)]
+    assert run.end().parameters_sha256 == simulated(strategy, 3, job=of)["hash"]
     found = [each.result(LONG_S) for each in joined]
     assert [each.number for each in found] == list(range(CLIENTS))
     assert {each.rounds for each in found} == {3}
@@ -124,10 +140,11 @@ def test_clients_in_processes(tmp_path: Path) -> None:
     assert again.texts() == ["round 0: client-2 is refused: it has an error, JobFailed"]
 
 
-def alone(client: int, rounds: int) -> str:
+def alone(client: int, rounds: int, strategy: Strategy | None = None, **more: Any) -> str:
     """The digest of a run with one client's data alone."""
     clients = fed.Clients(data(), [fed.clients(data(), fed.by_size(CLIENTS, sigma=0.7), SEED).parts[client]])
-    trainer = pt.Trainer(job(data=lambda path: pt.Data(clients)), fed.fed_avg(1, 1, 4), seed=SEED, steps=rounds)
+    own = job(data=lambda path: pt.Data(clients), **more)
+    trainer = pt.Trainer(own, strategy or fed.fed_avg(1, 1, 4), seed=SEED, steps=rounds)
     digest = trainer.fit().parameters_sha256
     assert digest is not None
     return digest
@@ -167,7 +184,7 @@ def truth(order: RoundOrder, movement: bytes, **more: Any) -> ClientMovement:
     return ClientMovement(order.round, digest(order.model), movement=movement, **given)
 
 
-def lie(ticket: Path, server: str, lies: list[Lie]) -> None:
+def lie(ticket: Path, server: str, lies: list[Lie], net: Callable[[], nn.Module] = model) -> None:
     """Be a client that answers each round by one of `lies`."""
     own = ClientTicket.read(ticket)
     channel: ChannelClient[ToClient, FromClient] = ChannelClient(
@@ -176,7 +193,7 @@ def lie(ticket: Path, server: str, lies: list[Lie]) -> None:
         ToClient,  # type: ignore[arg-type] # a union of types
     )
     try:
-        channel.send(ClientHello(7, layout(tensors_of(job().model()))))
+        channel.send(ClientHello(7, layout(tensors_of(net()))))
         assert isinstance(channel.take(LONG_S), ClientWelcome)
         while lies:
             order = channel.take(LONG_S)
@@ -199,6 +216,34 @@ def test_wrong_answers_change_no_bit_and_are_refused_by_name(tmp_path: Path) -> 
         assert why in text
 
 
+INT8 = pt.compression.int8()
+CODED_LIES: dict[str, tuple[Lie, str]] = {
+    "no code": (lambda r, m: truth(r, packed(m), first_loss=1.0), "0.weight is not a code of int8(block=256)"),
+    "a short code": (lambda r, m: truth(r, coded(m, 400), first_loss=1.0), "not a code of int8(block=256)"),
+    "no loss": (lambda r, m: truth(r, coded(m)), "its loss was 0 before"),
+    "a large loss": (lambda r, m: truth(r, coded(m), first_loss=1e300), "its loss was 1e+300 before"),
+    "infinity": (lambda r, m: truth(r, coded(m), first_loss=torch.inf), "its loss is 1.0"),
+}
+
+
+def coded(model: dict[str, Tensor], most: int | None = None) -> bytes:
+    """A movement with the code of its large tensor, or with the beginning of one."""
+    return packed(model | {"0.weight": INT8.encode(torch.ones(300, 4, dtype=torch.float64))[0][:most]})
+
+
+def test_wrong_codes_and_losses_are_refused_by_name(tmp_path: Path) -> None:
+    """A client that says to have a large loss would rule the mean of `q_fed_avg`."""
+    inner = [fed.q_fed_avg(cohort, 2.0, 1, 4) for cohort in (1, 2)]
+    one, two = (fed.fed_coded(each, INT8) for each in inner)
+    run = Running(tmp_path, two, clients=2, of=job(model=wide), steps=len(CODED_LIES))
+    run.join(0)
+    liar = run.begin(lie, run.ticket(1), run.address, [each for each, _ in CODED_LIES.values()], wide)
+    assert run.end().parameters_sha256 == alone(0, len(CODED_LIES), one, model=wide)
+    liar.result(LONG_S)
+    for text, (_, why) in zip(run.texts(), CODED_LIES.values(), strict=True):
+        assert why in text
+
+
 def test_an_old_round_and_a_guest_that_was_not_drawn(tmp_path: Path) -> None:
     """A late answer counts for no other round."""
     late = fed.RoundRules(there=2, deadline_s=4.0)
@@ -218,6 +263,25 @@ def test_an_old_round_and_a_guest_that_was_not_drawn(tmp_path: Path) -> None:
         "client-1 sent a movement of an old round (0)",
         "client-1 is late",
     ]
+
+
+def test_a_client_that_reads_nothing_is_named_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, full = ChannelServer.sent, list[bytes]()
+
+    def refuses(server: ChannelServer[Any, Any], peer: bytes, message: Any) -> bool | None:
+        """The first client's queue takes no round."""
+        if isinstance(message, ClientWelcome) and message.number == 1:
+            full.append(peer)
+        return False if isinstance(message, RoundOrder) and peer in full else sent(server, peer, message)
+
+    monkeypatch.setattr(ChannelServer, "sent", refuses)
+    run = Running(tmp_path, fed.fed_avg(2, 1, 4), clients=2, steps=1, rules=fed.RoundRules(there=2, deadline_s=600.0))
+    for client in range(2):
+        run.join(client)
+    assert run.end().parameters_sha256 == alone(0, 1)
+    assert run.texts() == ["round 0: client-1 did not get the round: its queue is full, because it reads no messages"]
 
 
 def test_a_ticket_bounds_the_samples_and_can_be_revoked(tmp_path: Path) -> None:
@@ -258,9 +322,15 @@ def test_options_that_deal_data_are_refused(tmp_path: Path) -> None:
         fed.serve(job(), fed.fed_avg(1), tmp_path / "keys", listen=ANY, sampling="weighted()")
 
 
-def test_a_server_that_died_goes_on_and_its_clients_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server dies in round 2, with its answers; the next server begins that round again from the checkpoint."""
-    strategy, note = fed.fed_avg_m(3, 1, 4), RoundServer._note
+@pytest.mark.parametrize("strategy", [fed.fed_avg_m(3, 1, 4), fed.scaffold(3, 1, 4)], ids=str)
+def test_a_server_that_died_goes_on_and_its_clients_come_back(
+    strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies in round 2, with its answers; the next server begins that round again from the checkpoint.
+
+    Clients begin it with the control variates that they had before it.
+    """
+    note = RoundServer._note
 
     def dies(server: RoundServer, opened: Any) -> None:
         if opened.number == 2:
@@ -281,11 +351,8 @@ def test_a_server_that_died_goes_on_and_its_clients_come_back(tmp_path: Path, mo
 @pytest.mark.parametrize(
     "strategy",
     [
-        fed.scaffold(3),
         fed.fed_buff(2, 2),
-        fed.q_fed_avg(3),
-        fed.fed_bn(3),
-        fed.fed_coded(fed.fed_avg(3), pt.compression.int8()),
+        fed.private(fed.fed_avg(3), noise=0.0),
         pt.strategies.sync_sgd(),
     ],
     ids=str,

@@ -72,6 +72,7 @@ def serve(
     The server never sees a client's data: a round sends the model, and a client answers with θ - θₖ, its number of
     samples, its loss, and, where it has a test set, how many of its predictions with the round's model are right. With
     the same clients, all there and all answering, the result is `pt.run`'s with `pt.federated.clients`, bit for bit.
+    Codes, control variates (`scaffold`), the loss before (`q_fed_avg`) and personal heads are as in `pt.run`, too.
 
     `keys`: the folder that `make_tickets` has made; the key of a connection says which client it is. `listen`:
     the address; loopback by default. `test`: the server's own test set, for scores of rounds (None: it has none).
@@ -83,10 +84,11 @@ def serve(
     another model; a revoked ticket. Silence until the deadline, and a connection that stays broken, leave a client out
     of the round. `clients` of the run's stream of records tells each, and the names in each round.
 
-    Cost: 2 models a client and round, one down, one up; the server holds a cohort of movements.
+    Cost: 2 models a client and round, one down, one up, or their codes; of `scaffold` 4. The server holds a cohort of
+    movements.
 
-    Errors: `Incompatible` (PT2516) for strategies that need more than movements; PT2517 for keys that cannot be read;
-    PT2518 where too few clients come or answer.
+    Errors: `Incompatible` (PT2516) for strategies without rounds, or that need simulated clients; PT2517 for keys that
+    cannot be read; PT2518 where too few clients come or answer.
 
     Source: K. Bonawitz et al., "Towards federated learning at scale: System design", 2019, for rounds with selection
     and a deadline. Deviation: clients hold their connection between rounds.
@@ -112,6 +114,7 @@ def join(
     server: str | None = None,
     patience_s: float = 600.0,
     on_round: Callable[[int], None] | None = None,
+    state: str | Path | None = None,
 ) -> Any:
     """Be a client of the server of `ticket` until its run is over: train on `data`, which stay here.
 
@@ -119,7 +122,8 @@ def join(
 
     `job`: the server's, from the client's own code; the server names no code that a client would load. `data`: a data
     set, `pt.Data` (its test set is scored in each round), or the path that the job's `data` reads. `server`: another
-    address than the ticket's. `patience_s`: the longest time without the server.
+    address than the ticket's. `patience_s`: the longest time without the server. `state`: a folder for the tensors that
+    this client keeps between rounds, such as its control variate or its head (None: in memory); it is made.
 
     Returns the client's number, the run's rounds, and the number of rounds that this process has trained in.
 
@@ -127,7 +131,7 @@ def join(
     cannot be read.
     """
     joined = import_module("polytempo.runs.clients.join").join
-    return joined(job, ticket, data, server=server, patience_s=patience_s, on_round=on_round)
+    return joined(job, ticket, data, server=server, patience_s=patience_s, on_round=on_round, state=state)
 
 
 def make_tickets(folder: str | Path, clients: int, server: str, most_samples: int = 1_000_000) -> list[Path]:

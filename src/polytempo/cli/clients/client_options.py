@@ -78,6 +78,8 @@ class ClientOptions:
     """Another address of the server than the ticket's."""
     patience_s: Annotated[Positive, Option(OPTIONS, "S")] = 600.0
     """The longest time without the server. Default: 600 s."""
+    state: Annotated[str | None, Option(OPTIONS, "FOLDER")] = None
+    """Keep this client's control variate or head in files of FOLDER, for its next process. Default: in memory."""
     threads: Threads = None
 
 

@@ -49,7 +49,14 @@ def serve(asked: ServeOptions) -> None:
 def client(asked: ClientOptions) -> None:
     """Be a client until the run is over."""
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    part = join(found_job(asked.job), asked.ticket, asked.data, server=asked.server, patience_s=asked.patience_s)
+    part = join(
+        found_job(asked.job),
+        asked.ticket,
+        asked.data,
+        server=asked.server,
+        patience_s=asked.patience_s,
+        state=asked.state,
+    )
     print(f"client-{part.number}: trained in {part.trained} of {part.rounds} rounds")
 
 

@@ -37,8 +37,11 @@ class ClientMovement(Struct, tag="movement", frozen=True):
     samples: _Count
     loss: float
     movement: bytes
+    """θ - θₖ or its codes, and the changes of a control variate, by name."""
     right: float = 0.0
     tested: float = 0.0
+    first_loss: float = 0.0
+    """The loss of the round's model on its samples, where the strategy weighs by it."""
 
 
 class RoundDeclined(Struct, tag="declined", frozen=True):
@@ -63,6 +66,9 @@ class RoundOrder(Struct, tag="round", frozen=True):
     round: int
     rates: list[float]
     model: bytes
+    """The model or its codes, and the server's control variate, by name."""
+    taken: int = -1
+    """The last round that the server has taken a movement of this client in (-1: none)."""
 
 
 class ServerBeat(Struct, tag="beat", frozen=True):

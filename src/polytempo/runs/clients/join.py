@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from polytempo.core import EncodeContext
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import InRounds
 from polytempo.federated.clients import Client
+from polytempo.runs.clients.client_memory import ClientMemory, LostClientState
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
     ClientHello,
@@ -39,7 +42,9 @@ from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy
-from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.client_movements import from_wire, to_wire
+from polytempo.training.federated.local_passes import CONTROL, LocalPasses
+from polytempo.training.federated.remote_rounds import NO_ROUND
 from polytempo.training.job.evaluate import Evaluation, tensors_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.wire.channel import ChannelClient
@@ -68,6 +73,7 @@ def join(
     server: str | None = None,
     patience_s: float = PATIENCE_S,
     on_round: Callable[[int], None] | None = None,
+    state: str | Path | None = None,
 ) -> ClientPart:
     """Be a client of a server until its run is over; see `polytempo.federated.join`."""
     job = checked_job(job)
@@ -76,7 +82,8 @@ def join(
     import_module("torch._dynamo")  # optimizers need it: seconds here instead of in the first round
     with kept_random_states():
         tensors = tensors_of(model_of(job))
-    most_bytes = sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
+    most_bytes = 2 * sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
+    memory = ClientMemory(None if state is None else Path(state))
     address = ticket.server if server is None else url_of(server)
     channel: ChannelClient[ToClient, FromClient] = ChannelClient(
         address,
@@ -85,7 +92,7 @@ def join(
         most_bytes=most_bytes,
     )
     try:
-        return _ClientLoop(job, ticket.number, own, tensors, channel, patience_s, on_round).stay()
+        return _ClientLoop(job, ticket.number, own, tensors, channel, patience_s, on_round, memory).stay()
     finally:
         channel.close(_FAREWELL_S)
 
@@ -106,16 +113,19 @@ class _ClientLoop:
         channel: ChannelClient[ToClient, FromClient],
         patience_s: float,
         on_round: Callable[[int], None] | None,
+        memory: ClientMemory,
     ) -> None:
         if not hasattr(data.train, "__len__"):
             raise ValueError("a client says how many samples it has; give a data set with a length, not a stream")
         self._job, self._number, self._data, self._channel = job, number, data, channel
         self._samples, self._layout = len(data.train), layout(tensors)
-        self._patience_s, self._on_round = patience_s, on_round
+        self._patience_s, self._on_round, self._memory = patience_s, on_round, memory
         self._passes: LocalPasses | None = None
         self._evaluation: Evaluation | None = None
         self._welcome: ClientWelcome | None = None
         self._answer: ClientMovement | None = None
+        self._rounds: InRounds | None = None
+        self._from = NO_ROUND
         self._trained = 0
 
     def stay(self) -> ClientPart:
@@ -157,6 +167,7 @@ class _ClientLoop:
         options = RunOptions(lr=welcome.lr, seed=welcome.seed)
         spec = RunSpec.of(replace(self._job, schedule=None), strategy, 1, options)
         assert strategy.rounds is not None
+        self._rounds = strategy.rounds
         self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
         self._welcome, self._number = welcome, welcome.number
         if self._data.test is not None and self._job.correct is not None:
@@ -166,27 +177,55 @@ class _ClientLoop:
         if self._passes is None:
             return
         mark = digest(order.model)
-        if self._answer is None or (self._answer.round, self._answer.model) != (order.round, mark):
+        asked, last = (order.round, mark, order.taken), self._answer
+        if last is None or (last.round, last.model, self._from) != asked:
             try:
                 self._answer = self._trained_from(order, mark, self._passes)
             except Exception as error:
                 self._channel.send(RoundDeclined(order.round, type(error).__name__))  # its text may have data
                 raise
-            self._trained += 1
+            self._trained, self._from = self._trained + 1, order.taken
+        assert self._answer is not None
         self._channel.send(self._answer)
         if self._on_round is not None:
             self._on_round(order.round)
 
     def _trained_from(self, order: RoundOrder, mark: str, passes: LocalPasses) -> ClientMovement:
-        model = unpacked(order.model)
-        received = [model[name] for name in passes.names]
+        assert self._rounds is not None
+        found, codec, when = unpacked(order.model), self._rounds.pull_codec, EncodeContext(step=order.round + 1)
+        controls = {name: found[name] for each in passes.names if (name := f"{CONTROL}{each}") in found}
+        if codec is not None:
+            coded = zip(passes.names, passes.own, strict=True)
+            found |= {name: from_wire(found[name], own.detach(), codec, when, name) for name, own in coded}
+        received, state = [found[name] for name in passes.names], self._state(order, passes)
         client = Client(self._number, self._data.train, torch.arange(self._samples), self._data.collate)
         right, tested = 0.0, 0.0
         if self._evaluation is not None:
-            right, tested = self._evaluation.sums(model, 0, 1)[2:4].tolist()
-        optimizer = passes.begun(received, model, order.rates)
-        losses = passes.trained(client, optimizer, order.round, received)
-        moved = dict(zip(passes.names, passes.movement(received), strict=True))
-        used = {name: moved[name] for name, own in zip(passes.names, passes.own, strict=True) if own.grad is not None}
-        loss = float(torch.stack(losses).mean())
-        return ClientMovement(order.round, mark, self._samples, loss, packed(used), right, tested)
+            scored = found | (state if passes.kept else {})
+            right, tested = self._evaluation.sums(scored, 0, 1)[2:4].tolist()
+        turn = passes.turn(client, order.round, received, found, controls, state, order.rates)
+        if turn.state:
+            self._memory.put(order.round, turn.state, order.taken)
+        codec, when = self._rounds.codec, when._replace(rank=self._number)
+        moved = {passes.names[i]: turn.movement[i] for i in turn.used}
+        if codec is not None:
+            moved = {name: to_wire(each, codec, when, name) for name, each in moved.items()}
+        loss, sent = float(torch.stack(turn.losses).mean()), packed(moved | turn.changes)
+        return ClientMovement(order.round, mark, self._samples, loss, sent, right, tested, turn.first_loss)
+
+    def _state(self, order: RoundOrder, passes: LocalPasses) -> dict[str, Tensor]:
+        """The tensors that this client begins with. LostClientState where the server's variate has a lost one's."""
+        assert self._rounds is not None
+        if not passes.kept and not self._rounds.local.controls:
+            return {}
+        state = self._memory.after(order.taken)
+        if state is not None:
+            return state
+        why = f"client-{self._number} has lost its tensors of round {order.taken}"
+        if self._rounds.local.controls:
+            raise LostClientState(
+                f"{why}: the server's control variate has its part, so it cannot begin again; let its `state` be a "
+                "folder, and let the server have a checkpoint in each few rounds"
+            )
+        print(f"polytempo: {why}; it begins with the server's", file=sys.stderr)
+        return {}

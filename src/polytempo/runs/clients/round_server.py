@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor
 
+from polytempo.core import EncodeContext
 from polytempo.core.calls.refusals import refuse
 from polytempo.federated.real_clients import RoundRules
 from polytempo.federated.sampling import generator
@@ -41,7 +42,9 @@ from polytempo.runs.clients.client_messages import (
 )
 from polytempo.runs.clients.tickets import TicketRoster, name_of
 from polytempo.spec.text.plain_text import plain_text
-from polytempo.training.federated.remote_rounds import ClientAnswer
+from polytempo.training.federated.client_movements import from_wire
+from polytempo.training.federated.local_passes import CONTROL
+from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RoundTask
 from polytempo.training.observe.user_log import user_log
 from polytempo.wire.channel import ChannelServer
 
@@ -64,11 +67,9 @@ class _Present(NamedTuple):
 class _Open:
     """A round that goes on."""
 
-    number: int
+    task: RoundTask
     content: bytes
     mark: str
-    rates: list[float]
-    expected: dict[str, Tensor]
     pending: dict[int, float] = field(default_factory=dict)
     """Clients that are asked, and the time when the connection of each broke (inf: it is there)."""
     asked: list[int] = field(default_factory=list)
@@ -78,6 +79,11 @@ class _Open:
     """Refused clients, and why."""
     late: set[int] = field(default_factory=set)
     """Clients that have sent a movement of another round in this one."""
+
+    @property
+    def number(self) -> int:
+        """The round's."""
+        return self.task.number
 
 
 class RoundServer:
@@ -91,12 +97,13 @@ class RoundServer:
         welcome: ClientWelcome,
         places: int,
         tensors: Mapping[str, Tensor],
-        trainable: Sequence[str],
+        models: int = 1,
     ) -> None:
-        """`welcome`: the message to each client, which gets its number. `tensors`: the model's, by name."""
+        """`welcome`: the message to each client, which gets its number. `tensors`: the model's, by name. `models`:
+        the size of a client's message, in models."""
         self._roster, self._rules, self._welcome, self._places = roster, rules, welcome, places
-        self._layout, self._trainable = layout(tensors), tuple(trainable)
-        most_bytes = sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
+        self._layout = layout(tensors)
+        most_bytes = models * sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
         self._channel: ChannelServer[FromClient, ToClient] = ChannelServer(
             address,
             roster.keys,
@@ -107,13 +114,18 @@ class RoundServer:
         )
         self.address = self._channel.address
         self._there: dict[int, _Present] = {}
+        self._samples: dict[int, int] = {}
         self._looked_s, self._rounds, self._begun = -math.inf, 0, False
 
-    def performed(self, number: int, tensors: Mapping[str, Tensor], rates: Sequence[float]) -> list[ClientAnswer]:
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """The samples of each client that has come, by its number."""
+        return self._samples
+
+    def performed(self, task: RoundTask) -> list[ClientAnswer]:
         """A round; see `RemoteRounds`. PT2518 (a ValueError) where too few clients come or answer."""
-        content = packed(tensors)
-        expected = {name: tensors[name] for name in self._trainable}
-        opened = _Open(number, content, digest(content), list(rates), expected)
+        content, number = packed(task.tensors), task.number
+        opened = _Open(task, content, digest(content))
         random, least, first = generator(self._welcome.seed, "cohort", number), self._rules.least(self._places), True
         needed = least if self._begun else self._rules.there or self._places
         for _ in range(self._rules.draws):
@@ -163,9 +175,15 @@ class RoundServer:
             self._send_round(client, opened)
 
     def _send_round(self, client: int, opened: _Open) -> None:
-        order = RoundOrder(opened.number, opened.rates, opened.content)
-        if self._channel.sent(self._there[client].peer, order) is None:
+        taken = opened.task.taken.get(client, NO_ROUND)
+        order = RoundOrder(opened.number, list(opened.task.rates), opened.content, taken)
+        sent = self._channel.sent(self._there[client].peer, order)
+        if sent is None:
             self._lost(client, opened)
+        elif not sent:
+            del opened.pending[client]
+            opened.out[client] = why = "did not get the round: its queue is full, because it reads no messages"
+            self._tell(opened.number, client, why)
 
     def _collect(self, opened: _Open) -> None:
         """Take answers until there are enough, none is to come, or the deadline has passed."""
@@ -232,6 +250,7 @@ class RoundServer:
             why = f"it says that it has {hello.samples:,} samples, and its ticket is for 1 to {most:,}"
         else:
             self._there[client] = _Present(peer, hello.samples)
+            self._samples[client] = hello.samples
             if client not in opened.asked:  # refused for its hello, which is right now
                 opened.out.pop(client, None)
             self._channel.send(peer, replace(self._welcome, number=client))
@@ -256,23 +275,15 @@ class RoundServer:
             why = "its part of the round is over" if client in opened.asked else "it was not drawn for this round"
             self._channel.send(present.peer, ClientRefused(why))
             return
-        try:
-            movement = unpacked(message.movement)
-            problem = problem_of(movement, opened.expected)
-        except ValueError as error:
-            movement, problem = {}, str(error)
+        answer, problem = _checked(client, message, opened.task)
         if message.samples != present.samples:
             problem = f"it says that it has {message.samples:,} samples, and it said {present.samples:,} before"
-        elif not (math.isfinite(message.loss) and 0 <= message.right <= message.tested < math.inf):
-            problem = problem or f"its loss is {message.loss}, and {message.right} of {message.tested} are right"
         if problem is not None:
             self._channel.send(present.peer, ClientRefused(problem))
             self._out(client, opened, problem)
             return
         del opened.pending[client]
-        opened.answers[client] = ClientAnswer(
-            client, message.samples, message.loss, movement, message.right, message.tested
-        )
+        opened.answers[client] = answer
 
     def _out(self, client: int, opened: _Open, why: str) -> None:
         opened.pending.pop(client, None)
@@ -292,3 +303,32 @@ class RoundServer:
 
     def _too_few(self, found: int, when: str, needed: int) -> None:
         refuse({"real clients", "too few"}, found=found, when=when, needed=needed, places=self._places)
+
+
+def _checked(client: int, message: ClientMovement, task: RoundTask) -> tuple[ClientAnswer, str | None]:
+    """A client's answer, and the reason to refuse it."""
+    movement, problem = dict[str, Tensor](), None
+    try:
+        movement = unpacked(message.movement)
+        if task.codec is not None:
+            when = EncodeContext(step=task.number + 1, rank=client)
+            movement = {name: _decoded(name, each, task, when) for name, each in movement.items()}
+        problem = problem_of(movement, task.expected)
+    except ValueError as error:
+        problem = str(error)
+    numbers = message.loss, message.first_loss
+    if not (all(map(math.isfinite, numbers)) and 0 <= message.right <= message.tested < math.inf):
+        problem = problem or f"its loss is {message.loss}, and {message.right} of {message.tested} are right"
+    told = message.samples, message.loss, movement, message.right, message.tested, message.first_loss
+    answer = ClientAnswer(client, *told)
+    return answer, problem or task.problem(answer)
+
+
+def _decoded(name: str, wire: Tensor, task: RoundTask, when: EncodeContext) -> Tensor:
+    """The tensor of a code; others as they are. ValueError for a code of no such tensor."""
+    if name not in task.expected or name.startswith(CONTROL) or task.codec is None:
+        return wire
+    try:
+        return from_wire(wire, task.expected[name], task.codec, when, name)
+    except Exception as error:  # of hostile codes IndexError, RuntimeError, too
+        raise ValueError(f"{name} is not a code of {task.codec.facts.name} ({type(error).__name__})") from error

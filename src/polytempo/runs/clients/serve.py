@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.strategy import LocalTraining
 from polytempo.federated.real_clients import RoundRules
 from polytempo.report.status.progress import Progress
 from polytempo.runs.clients.client_messages import ClientWelcome
@@ -56,9 +55,10 @@ def serve(
     with kept_random_states():
         passes = LocalPasses(spec, rounds.local, torch.device("cpu"))
     welcome = ClientWelcome(0, str(strategy), spec.lr, spec.seed)
-    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors_of(passes.model), passes.names)
+    models = 2 if rounds.local.controls else 1
+    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors_of(passes.model), models)
     try:
-        own = replace(job, data=RemoteData(rounds.number, server, test))
+        own = replace(job, data=RemoteData(rounds.number, server, len(roster.members), test))
         trainer = Trainer(RunSpec.of(own, strategy, 1, options))
         if on_listening is not None:
             on_listening(server.address)
@@ -80,10 +80,8 @@ def _check_strategy(strategy: Strategy, rules: RoundRules) -> None:
         reason = "it has no rounds"
     elif rounds.privacy is not None:
         reason = "its guarantee rests on clients that all take part with equal probabilities"
-    elif rounds.codec is not None or rounds.pull_codec is not None:
-        reason = "its movements are codes"
-    elif rounds.local != LocalTraining(*rounds.local[:3]):
-        reason = "its clients keep or send more than movements"
+    elif rounds.local.buffering is not None:
+        reason = "its rounds end in an order that a clock of simulated clients gives"
     elif not named:
         reason = "its text does not make it again, so no client could follow it"
     if reason is not None:

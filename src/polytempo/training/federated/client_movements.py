@@ -17,10 +17,33 @@ from polytempo.core.bundle import by_kind
 
 def coded(tensor: Tensor, codec: Codec, when: EncodeContext, name: str) -> Tensor:
     """x̂ of a tensor with at least `EXACT_BELOW` elements; a smaller one as it is."""
+    return from_wire(to_wire(tensor, codec, when, name), tensor, codec, when, name)
+
+
+def to_wire(tensor: Tensor, codec: Codec, when: EncodeContext, name: str) -> Tensor:
+    """The code of a tensor with at least `EXACT_BELOW` elements; a smaller one as it is."""
     if tensor.numel() < EXACT_BELOW:
         return tensor
-    when = when._replace(tensor=zlib.crc32(name.encode()))
-    return codec.decode(codec.encode(tensor.contiguous(), None, when)[0], tensor, when)
+    return codec.encode(tensor.contiguous(), None, when._replace(tensor=zlib.crc32(name.encode())))[0]
+
+
+def from_wire(wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext, name: str) -> Tensor:
+    """The tensor of a code from `to_wire`, shaped as `like`. ValueError for a code that no such tensor has."""
+    if like.numel() < EXACT_BELOW:
+        return wire
+    most, found = codec.wire_bytes(like), wire.numel() * wire.element_size()
+    if wire.dtype != codec.wire_dtype(like) or wire.dim() != 1 or found > most or (codec.facts.fixed and found != most):
+        raise ValueError(f"{name} is {wire.dtype} of {found:,} bytes, and its code has {most:,}")
+    return codec.decode(wire, like, when._replace(tensor=zlib.crc32(name.encode())))
+
+
+def fair_weights(
+    share: float, loss: float, movement: Sequence[Tensor], fairness: float, rate: float
+) -> tuple[float, float]:
+    """pₖ Fₖ^q, and pₖ (Fₖ^q + η q Fₖ^(q-1) ‖Δₖ‖²), a part of the divisor (`q_fed_avg`)."""
+    norm = sum(float(each.double().square().sum()) for each in movement)
+    weight = share * loss**fairness
+    return weight, weight + share * (fairness * loss ** (fairness - 1) * norm * rate)
 
 
 async def merged_(

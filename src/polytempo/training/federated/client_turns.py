@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from polytempo.collectives import tree
@@ -23,9 +22,9 @@ from polytempo.federated.sampling import Sampling
 from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_partition, parse_sampling
-from polytempo.training.federated.client_movements import coded, merged_
+from polytempo.training.federated.client_movements import coded, fair_weights, merged_
 from polytempo.training.federated.client_states import ClientStates
-from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.local_passes import CONTROL, LocalPasses
 from polytempo.training.federated.remote_rounds import RemotePlaces
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.randomness import seed_step
@@ -104,7 +103,7 @@ class ClientTurns(SlicedGradients):
         self._server_tensors = _tensors(replica.model)
         self._kept = self._passes.kept
         self._controls = {
-            f"control/{name}": torch.zeros_like(p) for name, p in replica.trainable.items() if self._local.controls
+            f"{CONTROL}{name}": torch.zeros_like(p) for name, p in replica.trainable.items() if self._local.controls
         }
         """c, the server's control variate."""
         self._states: ClientStates | None = None
@@ -118,7 +117,6 @@ class ClientTurns(SlicedGradients):
             layout = self._controls | self._kept
             server = self._controls | {name: each for past in self._past for name, each in past.items()}
             self._states = replica.clients = ClientStates(self._rounds.number, layout, server)
-        self._received: list[Tensor] = []
         self._models: dict[int, list[Tensor]] = {}
         self._movements: dict[int, list[Tensor]] = {}
         self._bottoms: dict[int, float] = {}
@@ -164,29 +162,21 @@ class ClientTurns(SlicedGradients):
         local, client, passes, step = self._local, piece.batch, self._passes, self._replica.step
         assert isinstance(client, Client)
         state = {} if self._states is None else self._states.get(client.number)
-        self._received = self._model_of(client.age)
-        optimizer = passes.begun(self._received, self._server_tensors | (state if self._kept else {}))
-        first_loss = passes.loss_of_all(client, step) if local.fairness else 0.0
-        guard = self._replica.guard
+        received, guard = self._model_of(client.age), self._replica.guard
         check = None if guard is None else lambda loss: guard.loss(loss, step, rank)
-        losses = passes.trained(client, optimizer, step, self._received, self._correction(state), check)
-        used.update(i for i, parameter in enumerate(passes.own) if parameter.grad is not None)
-        movement = passes.movement(self._received)
-        new = {name: tensor.detach().clone() for name, tensor in self._kept.items()}
-        changes = self._changes(movement, optimizer, len(losses))
-        new |= {name: state[name] + each if state else each.clone() for name, each in changes.items()}
-        if self._states is not None and new:
-            self._states.put(client.number, new)
+        turn = passes.turn(client, step, received, self._server_tensors, self._controls, state, check=check)
+        used.update(turn.used)
+        if self._states is not None and turn.state:
+            self._states.put(client.number, turn.state)
         when = EncodeContext(step=self._replica.step + 1, rank=client.number)
-        movement = self._coded(movement, self._rounds.codec, when)
+        movement = self._coded(turn.movement, self._rounds.codec, when)
         if self._rounds.merge is not None:
             self._movements[piece.number] = [each.clone() for each in movement]
         weight = piece.share / (1 + client.age) ** 0.5
         if local.fairness:
-            weight *= first_loss**local.fairness
-            norm = sum(float(each.double().square().sum()) for each in movement)
-            slope = local.fairness * first_loss ** (local.fairness - 1) * norm * _rates_of(optimizer)[id(passes.own[0])]
-            self._bottoms[piece.number] = weight + piece.share * slope
+            weight, self._bottoms[piece.number] = fair_weights(
+                weight, turn.first_loss, movement, local.fairness, passes.first_rate
+            )
         privacy = self._rounds.privacy
         if privacy is not None:
             clip_(movement, privacy.clip)
@@ -195,8 +185,8 @@ class ClientTurns(SlicedGradients):
             used.update(range(len(movement)))
             seed_step(self._seed, 0, self._replica.step, "noise of a round")
             add_noise_(movement, privacy)
-        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=movement[0].device)
-        return loss, movement + [each.mul_(client.weight) for each in changes.values()]
+        loss = torch.stack(turn.losses).mean() if turn.losses else torch.zeros((), device=movement[0].device)
+        return loss, movement + [each.mul_(client.weight) for each in turn.changes.values()]
 
     def _model_of(self, age: int) -> list[Tensor]:
         """The server's model of `age` updates ago, as clients receive it."""
@@ -205,16 +195,6 @@ class ClientTurns(SlicedGradients):
             found = list(self._past[step % len(self._past)].values()) if age else [p.detach() for p in self._parameters]
             self._models[age] = self._coded(found, self._rounds.pull_codec, EncodeContext(step=step + 1))
         return self._models[age]
-
-    def _correction(self, state: dict[str, Tensor]) -> list[Tensor]:
-        """c - c_k; c_k is 0 before a client's first round. Empty without control variates."""
-        return [server - state[name] if state else server for name, server in self._controls.items()]
-
-    def _changes(self, movement: list[Tensor], optimizer: Optimizer, steps: int) -> dict[str, Tensor]:
-        """(θ - θ_k) / (τ η) - c, the change of the client's control variate. Empty without these."""
-        rates = _rates_of(optimizer)
-        moved = zip(self._controls.items(), movement, self._passes.own, strict=False)
-        return {name: each / (steps * rates[id(own)]) - server for (name, server), each, own in moved}
 
     def _coded(self, tensors: list[Tensor], codec: Codec | None, when: EncodeContext) -> list[Tensor]:
         """The tensors as their receiver decodes them."""
@@ -226,7 +206,3 @@ class ClientTurns(SlicedGradients):
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _rates_of(optimizer: Optimizer) -> dict[int, float]:
-    return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}

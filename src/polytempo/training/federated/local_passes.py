@@ -6,6 +6,7 @@ the round's model θ ──▶ E passes over the client's samples, by a new opti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,25 @@ from polytempo.training.model.run_device import beside
 
 Check = Callable[[Tensor], None]
 _LEAST_LOSS = 1e-10
+CONTROL = "control/"
+"""The beginning of a control variate's name, before its parameter's."""
+
+
+class ClientTurn(NamedTuple):
+    """A client's training in a round."""
+
+    movement: list[Tensor]
+    """θ - θₖ."""
+    losses: list[Tensor]
+    """Losses of its steps."""
+    used: list[int]
+    """Places of the parameters that had a gradient."""
+    first_loss: float
+    """The loss of the round's model on its samples, where the strategy weighs by it; else 0."""
+    changes: dict[str, Tensor]
+    """(θ - θₖ) / (τₖ ηₖ) - c, less cₖ: the change of its control variate, by `CONTROL` and the parameter's name."""
+    state: dict[str, Tensor]
+    """The tensors that it keeps until its next round: its control variate, or its part of the model."""
 
 
 class LocalPasses:
@@ -59,6 +79,40 @@ class LocalPasses:
     def rates(self) -> list[float]:
         """The learning rates of a client's parameter groups in the round."""
         return [float(group["lr"]) for group in self._rates.param_groups]
+
+    @property
+    def first_rate(self) -> float:
+        """η of the first parameter that travels."""
+        return _rates_of(self._rates)[id(self.own[0])]
+
+    def turn(
+        self,
+        client: Client,
+        step: int,
+        received: Sequence[Tensor],
+        others: Mapping[str, Tensor],
+        controls: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        rates: Sequence[float] | None = None,
+        check: Check | None = None,
+    ) -> ClientTurn:
+        """A client's part of round `step`, from the model of `received` and `others`.
+
+        `controls`: the server's control variate, empty without one. `state`: the tensors that the client keeps, empty
+        before its first round. `rates`, `check`: as of `begun` and `trained`.
+        """
+        optimizer = self.begun(received, {**others, **(state if self.kept else {})}, rates)
+        first_loss = self.loss_of_all(client, step) if self._local.fairness else 0.0
+        correction = [server - state[name] if state else server for name, server in controls.items()]
+        losses = self.trained(client, optimizer, step, received, correction, check)
+        used = [i for i, parameter in enumerate(self.own) if parameter.grad is not None]
+        movement = self.movement(received)
+        found, steps = _rates_of(optimizer), len(losses)
+        moved = zip(controls.items(), movement, self.own, strict=False)
+        changes = {name: each / (steps * found[id(own)]) - server for (name, server), each, own in moved}
+        new = {name: tensor.detach().clone() for name, tensor in self.kept.items()}
+        new |= {name: state[name] + each if state else each.clone() for name, each in changes.items()}
+        return ClientTurn(movement, losses, used, first_loss, changes, new)
 
     def begun(
         self, received: Sequence[Tensor], others: Mapping[str, Tensor], rates: Sequence[float] | None = None
@@ -137,3 +191,7 @@ class LocalPasses:
 def _order(count: int, key: tuple[int, ...]) -> Tensor:
     """A permutation of a client's samples, drawn from the run's seed, the round, the client and the local epoch."""
     return torch.from_numpy(np.random.default_rng(key).permutation(count))
+
+
+def _rates_of(optimizer: Optimizer) -> dict[int, float]:
+    return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}

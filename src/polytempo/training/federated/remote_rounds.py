@@ -5,7 +5,7 @@ a job's data   RemoteData ──▶ RemotePlaces: place 0, 1, …      a round's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from polytempo.core import Codec
 from polytempo.federated.clients import Client
 from polytempo.spec.job import Data
+
+NO_ROUND = -1
+"""The number of no round: the server has taken no movement of a client yet."""
 
 
 class ClientAnswer(NamedTuple):
@@ -30,16 +34,37 @@ class ClientAnswer(NamedTuple):
     right: float = 0.0
     """Right predictions of the round's model on the client's own test samples."""
     tested: float = 0.0
+    first_loss: float = 0.0
+    """The loss of the round's model on its samples, where the strategy weighs by it."""
+
+
+class RoundTask(NamedTuple):
+    """A round for clients of other processes."""
+
+    number: int
+    tensors: Mapping[str, Tensor]
+    """The model as it travels, and the server's control variate, by name."""
+    rates: Sequence[float]
+    """Learning rates of the clients' parameter groups."""
+    expected: Mapping[str, Tensor]
+    """Tensors of a movement's names, shapes and dtypes."""
+    codec: Codec | None = None
+    """The code of a movement's parameters."""
+    taken: Mapping[int, int] = {}
+    """The last round that has a client's movement, by its number."""
+    problem: Callable[[ClientAnswer], str | None] = lambda answer: None
+    """The reason to refuse an answer with finite tensors of the right shapes; None: it is right."""
 
 
 class RemoteRounds(Protocol):
     """Performs rounds with clients of other processes."""
 
-    def performed(self, number: int, tensors: Mapping[str, Tensor], rates: Sequence[float]) -> list[ClientAnswer]:
-        """Let a cohort train from `tensors` in round `number`; the answers in the order of the draw, at least one.
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """The samples of each client that has come, by its number."""
 
-        `rates`: learning rates of the clients' parameter groups.
-        """
+    def performed(self, task: RoundTask) -> list[ClientAnswer]:
+        """Let a cohort train; the answers in the order of the draw, at least one."""
 
 
 @final
@@ -70,6 +95,8 @@ class RemoteData:
 
     places: int
     rounds: RemoteRounds
+    clients: int
+    """Clients that may come."""
     test: Dataset[Any] | None = None
 
     def __call__(self, path: Path | None) -> Data:

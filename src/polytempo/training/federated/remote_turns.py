@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polytempo.core import Port
+from polytempo.core import EncodeContext, Port
 from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.federated.client_tests import spread
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.federated.client_movements import merged_
-from polytempo.training.federated.local_passes import LocalPasses
-from polytempo.training.federated.remote_rounds import ClientAnswer, RemoteData
+from polytempo.training.federated.client_movements import fair_weights, merged_, to_wire
+from polytempo.training.federated.client_states import ClientStates
+from polytempo.training.federated.local_passes import CONTROL, LocalPasses
+from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RemoteData, RoundTask
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.observe.user_log import user_log
@@ -28,9 +29,21 @@ class RemoteTurns(SlicedGradients):
         super().__init__(replica, spec)
         assert spec.strategy.rounds is not None
         assert isinstance(spec.job.data, RemoteData)
-        self._rounds, self._remote = spec.strategy.rounds, spec.job.data.rounds
-        self._passes = LocalPasses(spec, self._rounds.local, self._parameters[0].device, tuple(replica.trainable))
+        remote, trainable = spec.job.data, replica.trainable
+        self._rounds, self._remote = spec.strategy.rounds, remote.rounds
+        self._passes = LocalPasses(spec, self._rounds.local, self._parameters[0].device, tuple(trainable))
         self._movements: dict[int, list[Tensor]] = {}
+        self._controls = {
+            f"{CONTROL}{name}": torch.zeros_like(p) for name, p in trainable.items() if self._rounds.local.controls
+        }
+        """c, the server's control variate."""
+        self._taken = torch.full((remote.clients,), float(NO_ROUND), dtype=torch.float64)
+        """The last round that has a client's movement, of each client."""
+        self._samples = torch.zeros(remote.clients, dtype=torch.float64)
+        """The samples of clients that have come."""
+        if self._controls or self._passes.kept:
+            server = self._controls | {"taken": self._taken, "samples": self._samples}
+            replica.clients = ClientStates(self._rounds.number, self._controls, server)
 
     async def meet(self, port: Port) -> None:
         """Merge the movements, where the strategy merges them."""
@@ -40,25 +53,81 @@ class RemoteTurns(SlicedGradients):
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
         """The clients' mean loss over their local steps. Cost: a message with the model to each client and back."""
-        replica, step = self._replica, self._replica.step
-        self._passes.follow(step)
-        answers = self._remote.performed(step, tensors_of(replica.model), self._passes.rates)
+        self._passes.follow(self._replica.step)
+        answers = self._remote.performed(self._task())
         samples = torch.tensor([each.samples for each in answers], dtype=torch.float64)
         shares = [float(each) for each in self._rounds.shares(samples, self._rounds.local)]
         movements = [self._whole(each) for each in answers]
         self._movements = dict(enumerate(movements)) if self._rounds.merge is not None else {}
+        fair = [self._fair(*each) for each in zip(answers, shares, movements, strict=True)]
 
         def weighed(place: int) -> list[Tensor]:
-            return list(torch._foreach_mul(movements[place], shares[place]))
+            return list(torch._foreach_mul(movements[place], fair[place][0]))
 
         total = along_tree(len(answers), weighed, _added_)
+        if self._rounds.local.fairness:
+            torch._foreach_div_(total, float(torch.tensor([bottom for _, bottom in fair], dtype=torch.float64).sum()))
         used = {name for each in answers for name in each.movement}
-        for (name, parameter), each in zip(replica.trainable.items(), total, strict=True):
+        for (name, parameter), each in zip(self._replica.trainable.items(), total, strict=True):
             parameter.grad = each if name in used else None
+        self._count(answers)
         self._log(answers)
         zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
         losses = zip(answers, shares, strict=True)
         return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
+
+    def _task(self) -> RoundTask:
+        """The round for clients."""
+        replica, step, codec = self._replica, self._replica.step, self._rounds.pull_codec
+        model, trainable = tensors_of(replica.model), {n: p.detach() for n, p in replica.trainable.items()}
+        if codec is not None:
+            when = EncodeContext(step=step + 1)
+            model |= {name: to_wire(each, codec, when, name) for name, each in trainable.items()}
+        return RoundTask(
+            step,
+            model | self._controls,
+            self._passes.rates,
+            trainable | self._controls,
+            self._rounds.codec,
+            {client: int(each) for client, each in enumerate(self._taken.tolist())},
+            self._problem,
+        )
+
+    def _problem(self, answer: ClientAnswer) -> str | None:
+        """The reason to refuse an answer for its weight."""
+        if not self._rounds.local.fairness:
+            return None
+        most = torch.finfo(self._parameters[0].dtype).max ** 0.5
+        try:
+            weights = self._fair(answer, 1.0, list(answer.movement.values()))
+            largest = max(float(each.abs().max()) for each in answer.movement.values() if each.numel())
+            right = answer.first_loss > 0 and weights[0] > 0 and max(*weights, weights[0] * largest) < most
+        except OverflowError:
+            right = False
+        return None if right else f"it says that its loss was {answer.first_loss:.3g} before"
+
+    def _fair(self, answer: ClientAnswer, share: float, movement: list[Tensor]) -> tuple[float, float]:
+        """The weight of an answer, and its part of the divisor of all."""
+        fairness = self._rounds.local.fairness
+        if not fairness:
+            return share, 0.0
+        return fair_weights(share, answer.first_loss, movement, fairness, self._passes.first_rate)
+
+    def _count(self, answers: list[ClientAnswer]) -> None:
+        """Add the changes of control variates: c is their mean over the samples of all clients that have come."""
+        before = float(self._samples.sum())
+        for client, samples in self._remote.samples.items():
+            self._samples[client] = samples
+        now = float(self._samples.sum())
+        for answer in answers:
+            self._taken[answer.client] = self._replica.step
+        if self._controls:
+            if before and before != now:
+                torch._foreach_mul_(list(self._controls.values()), before / now)
+            for name, control in self._controls.items():
+                parts = [each.movement[name] * (each.samples / now) for each in answers if name in each.movement]
+                if parts:
+                    control.add_(along_tree(len(parts), parts.__getitem__, torch.add))
 
     def _whole(self, answer: ClientAnswer) -> list[Tensor]:
         """A client's movement with zeros for parameters without gradients."""
