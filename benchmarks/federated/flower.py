@@ -2,9 +2,10 @@
 
     python -m venv flower && flower/bin/pip install 'flwr[simulation]==1.42.0' torch==2.13.0 numpy
     export POLYTEMPO_DATA=…              # a folder with mnist/
-    python benchmarks/federated/flower.py --flower flower/bin/python [--turns 3] [--rounds 30]
+    python benchmarks/federated/flower.py --flower flower/bin/python [--turns 3] [--rounds 30] [--logistic]
 
-100 clients IID, ten a round, E = 1, B = 10, a rate of 0.1, 784-200-200-10, scored after each round by all test images.
+100 clients IID, ten a round, E = 1, B = 10, a rate of 0.1, 784-200-200-10 or logistic regression, scored after each
+round by all test images.
 Two processes with one thread each train the clients on both sides: our two workers, and two actors of Flower's Ray
 backend with one processor each. Flower's client is a plain loop over tensors that its process has loaded once, without
 a `DataLoader`. The seconds of rounds count, without scores; Flower's first round, which starts actors, does not count.
@@ -32,10 +33,13 @@ from torch.nn import functional
 CLIENTS, A_ROUND, BATCH_SIZE, RATE = 100, 10, 10, 0.1
 FOLDER = "POLYTEMPO_FLOWER_FOLDER"
 """Names the folder of the arrays to Flower's actors, which are other processes."""
+LOGISTIC = "POLYTEMPO_FLOWER_LOGISTIC"
 
 
 def network() -> nn.Module:
-    """McMahan's 2NN."""
+    """McMahan's 2NN, or logistic regression."""
+    if os.environ.get(LOGISTIC):
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     layers = [nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
     return nn.Sequential(nn.Flatten(), *layers)
 
@@ -141,6 +145,7 @@ def main() -> None:
     parser.add_argument("--flower", help="a Python that has Flower")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--logistic", action="store_true", help="logistic regression, not 784-200-200-10")
     parser.add_argument("--side", choices=["flower", "ours"], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
@@ -154,6 +159,7 @@ def main() -> None:
             for side, python in (("ours", sys.executable), ("flower", asked.flower))[:: 1 if turn % 2 else -1]:
                 command = [python, "-c", "import flower; flower.main()", "--side", side, "--rounds", str(asked.rounds)]
                 given = os.environ | {FOLDER: folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+                given |= {LOGISTIC: "1"} if asked.logistic else {}
                 answer = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, check=True).stdout
                 found[side].append(json.loads(answer.splitlines()[-1]))
                 print(side, found[side][-1], flush=True)
