@@ -55,7 +55,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device test-gpu mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-all test-device test-gpu mutations test-integrations test-engines test-torch docs check lint fmt bench bench-night soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -178,6 +178,12 @@ fmt: install ## format, mend what can be mended, and write the keywords' types f
 
 bench: install ## run every benchmark (longer)
 	@for main in $(filter-out benchmarks/gpu/main.py,$(wildcard benchmarks/*/main.py)); do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
+
+# Each line is there as soon as its run has ended, so that a night that is cut short keeps what it found.
+bench-night: install ## tables of federated papers, whose runs take hours; data lie in POLYTEMPO_DATA, results in build/night
+	@mkdir -p build/night
+	$(BIN)/python benchmarks/federated/main.py --raw --rates 0.05 0.1 0.2 0.5 | tee build/night/mcmahan-2017.md
+	$(BIN)/python benchmarks/federated/niid.py | tee build/night/niid-bench.md
 
 soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames, hundreds of killed processes (hours)
 	$(BIN)/python benchmarks/attacks/attacks.py --seed $(SEED) --minutes 60
