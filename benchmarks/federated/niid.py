@@ -4,10 +4,10 @@
     python benchmarks/federated/niid.py [--data mnist] [--deal dirichlet one-label] [--only scaffold] [--rounds 50]
 
 All ten clients are in each round, E = 10, B = 64; convolutions of 6 and 16 channels of 5 x 5, linear layers of 120, 84
-and 10. Samples are dealt by Dirichlet(0.5), or each client has those of one label. The clients' optimizer is SGD at a
-rate of 0.01 with a momentum of 0.9 and a decay of 1e-5. `scaffold` refuses a momentum: its rate is 0.1, because steps
-with that momentum lead ten times as far. One seed; runs repeat to the bit. A round takes about a minute of one core, so
-all of it takes a night (`make bench-night`).
+and 10. Samples are dealt by Dirichlet(0.5), or each client has the samples of one label. The clients' optimizer is SGD
+at a rate of 0.01 with a momentum of 0.9 and a decay of 1e-5. `scaffold` refuses a momentum: its rate is 0.1, because
+steps with that momentum lead ten times as far. One seed; runs repeat to the bit. A round takes about a minute of one
+core, so all of it takes a night (`make bench-night`).
 """
 
 from __future__ import annotations
