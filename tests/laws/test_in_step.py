@@ -88,6 +88,9 @@ def test_rows_scores_and_the_end_are_the_same(tmp_path: Path) -> None:
     assert len(rows[0]) == len(rows[1]) > 3
     for before, after in zip(*rows, strict=True):
         assert before.pop("kind") == after.pop("kind")
+        for op, totals in before.pop("ops", {}).items():
+            assert after["ops"][op] == pytest.approx(totals, rel=1e-9)
+        after.pop("ops", None)
         assert after == pytest.approx(before, rel=1e-9)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from polytempo.diagnosis.host_sample import HostSample, ProcessTime
-from polytempo.training.job.step_parts import step_parts
+from polytempo.report.status.records import ExchangedOp, ExchangeRow
+from polytempo.training.job.step_parts import RowExchanges, step_parts
 from polytempo.training.step.pace_watch import EVERY, MAX_COST, MemoryBoard, PaceMeeting, PaceWatch
+from polytempo.worlds.trace import OpTotals
 
 RANKS, SLOW = 3, 1
 DEADLINE_S = 60.0
@@ -144,7 +146,7 @@ def test_a_board_that_is_gone_ends_the_comparison_and_not_the_run() -> None:
 
 def test_rank_0_has_the_parts_of_a_step_for_its_rows() -> None:
     clocks, ranks = watches(None, behind=False)
-    ranks[0].sent = lambda: (20, 4000)
+    ranks[0].exchanged = lambda: {"send": OpTotals(15, 4000, 0.5), "recv": OpTotals(5, 0, 0.5)}
     for step in range(1, 8):
         for clock, watch in zip(clocks, ranks, strict=True):
             clock.steps = step
@@ -154,3 +156,19 @@ def test_rank_0_has_the_parts_of_a_step_for_its_rows() -> None:
     assert parts == {"compute_s": pytest.approx(7 / 6, abs=1e-3), **waits, "sent_bytes": 400.0, "messages": 2.5}
     assert step_parts(ranks[1], 8, began_at=0, off_s=0.0, off_bytes=0) == {}
     assert step_parts(None, 8, began_at=0, off_s=0.0, off_bytes=0) == {}
+
+
+def test_exchanges_are_counted_between_rows() -> None:
+    """The first row of a resumed run counts from the step that it goes on from."""
+    clock, totals = StepClock(0), dict[str, OpTotals]()
+    watch, meter = PaceWatch(None, clock, exchanged=lambda: totals), RowExchanges()
+    assert meter.since_last(watch, 4, began_at=4) is None
+    found = list[ExchangeRow | None]()
+    for step, count in ((6, 2), (8, 2), (12, 3)):
+        totals["all_reduce"], clock.steps = OpTotals(count, 100 * count, 0.25 * count), step
+        found.append(meter.since_last(watch, step, began_at=4))
+    first, second = ({"all_reduce": ExchangedOp(n, 100 * n, 0.25 * n)} for n in (2, 1))
+    assert found[1] is None
+    assert [row and (row.since_step, row.step, row.ops) for row in found] == [(4, 6, first), None, (8, 12, second)]
+    assert [row and row.waited_s for row in found] == [3.0, None, 2.0]
+    assert meter.since_last(None, 13, began_at=4) is None

@@ -23,6 +23,8 @@ from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import (
     CheckpointSaved,
     Diagnosis,
+    ExchangedOp,
+    ExchangeRow,
     GroupStatus,
     Logged,
     LoggedImage,
@@ -244,6 +246,7 @@ START = RunStarted(job="job", strategy="s()", world="process", workers=2)
 ROW = {"kind": "train", "step": 1, "loss": 2.0}
 KINDS: list[StreamRecord] = [
     CheckpointSaved(step=7, at_s=1.5, path="checkpoint/step-7"),
+    ExchangeRow(step=7, since_step=3, waited_s=0.25, ops={"send": ExchangedOp(4, 480, 0.5)}),
     Logged(step=3, values={"perplexity": 7.4, "<b>": -1.0}, worker=1),
     LoggedText(name="sample", step=3, text="once\nupon"),
     LoggedImage(name="digit", step=3, path="images/digit-3.png"),

@@ -30,6 +30,8 @@ from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import (
     CheckpointSaved,
     Diagnosis,
+    ExchangedOp,
+    ExchangeRow,
     GroupStatus,
     Logged,
     LoggedImage,
@@ -138,6 +140,7 @@ ROWS: list[StreamRecord] = [
     TrainRow(step=2, loss=None, epoch=1.0, samples=64, seconds=1.0, more={"delays": [0.5, None, 2], "done": True}),
     TrainRow(step=3, loss=1.5, worker=1, idle_share=0.25, staleness=1.5),
     Logged(step=3, values={"perplexity": 31.0}),
+    ExchangeRow(step=3, since_step=2, waited_s=0.25, ops={"send": ExchangedOp(4, 480, 0.5)}),
 ]
 NUMBERS = [
     {"epoch": 0.5, "samples": 32, "seconds": 0.5, "train/loss": 2.25, "train/samples_per_s": 64.0},
@@ -145,6 +148,7 @@ NUMBERS = [
     {"epoch": 1.0, "samples": 64, "seconds": 1.0, "train/delays/0": 0.5, "train/delays/2": 2},
     {"train/loss/worker-1": 1.5, "train/idle_share/worker-1": 0.25, "train/staleness/worker-1": 1.5},
     {"perplexity": 31.0},
+    {"exchange/waited_s": 0.25, "exchange/send/count": 4, "exchange/send/bytes": 480, "exchange/send/seconds": 0.5},
 ]
 EVENTS: list[StreamRecord] = [
     ProcessEvent(who="worker-1", how="was killed by SIGKILL", at_s=1.25, then="started again"),
@@ -345,7 +349,7 @@ def test_opentelemetry_sends_spans_of_the_times_in_rows(folder: Path) -> None:
     ]
     assert len({span.trace_id for span in spans}) == 1, "a resumed run goes on in its trace"
     runs = [span for span in spans if span.name == "run"]
-    assert [[event.name for event in run.events][2:6] for run in runs] == [SENTENCES] * 2
+    assert [[event.name for event in run.events][3:7] for run in runs] == [SENTENCES] * 2
     assert [run.status.message for run in runs] == ["a reason", ""]
     began = int(1.75e9) * 10**9
     inside = [span for span in spans if span.parent_span_id == runs[0].span_id]

@@ -27,6 +27,7 @@ from polytempo.worlds import (
     joined,
     write_chrome_trace,
 )
+from polytempo.worlds.trace import OpTotals
 
 NOISY = replace(CLUSTER, stragglers=lognormal(0.5))
 
@@ -48,8 +49,22 @@ def test_one_seed_one_hash() -> None:
     assert len({traced(seed).hash for seed in range(5)} | {traced(num_ranks=4).hash}) == 6
 
 
+def test_one_event_of_a_group_may_be_many_messages() -> None:
+    trace = Trace(timed=True, groups={0: range(3), 3: range(3, 5)})
+    trace.add_messages(Event(0, 0, "send", 480, 1.0, 2.0), sent=4, received=5)
+    assert trace.exchanged(2) == {"recv": OpTotals(5, 0, 0.0), "send": OpTotals(4, 480, 1.0)}
+    assert trace.exchanged(4) == {}
+    assert trace.messages[2, "send"] == 4
+
+
 def test_totals() -> None:
     trace = traced()
+    exchanged = trace.exchanged(0)
+    assert {op: (each.number, each.sent_bytes) for op, each in exchanged.items()} == {
+        "recv": (12, 0),
+        "send": (12, 3 * 160),
+    }
+    assert exchanged["send"].seconds == trace.seconds[0, "send"]
     assert dict(trace.bytes_sent) == dict.fromkeys(range(3), 3 * 160)
     assert {op: count for (rank, op), count in trace.messages.items() if rank == 0} == {
         "compute": 3,

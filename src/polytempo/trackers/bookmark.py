@@ -10,6 +10,7 @@ from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import (
     CheckpointSaved,
+    ExchangeRow,
     Logged,
     LoggedImage,
     LoggedText,
@@ -62,9 +63,10 @@ class Bookmark:
         """True for a record that the tracker has not been given before; it counts as given now."""
         if isinstance(record, RunStarted | RunFinished):
             return False
-        if isinstance(record, TrainRow | TestRow | CheckpointSaved | Logged | LoggedText | LoggedImage):
+        if isinstance(record, TrainRow | TestRow | ExchangeRow | CheckpointSaved | Logged | LoggedText | LoggedImage):
             key = f"{record.__struct_config__.tag}/{getattr(record, 'worker', None)}"
-            steps = self._written.steps if isinstance(record, TrainRow | TestRow | CheckpointSaved) else self._before
+            again = isinstance(record, Logged | LoggedText | LoggedImage)
+            steps = self._before if again else self._written.steps
             new = record.step > steps.get(key, -1)
             self._written.steps[key] = max(record.step, self._written.steps.get(key, -1))
             return new

@@ -16,6 +16,7 @@ import msgspec
 
 from polytempo.core.system.url_path import place
 from polytempo.report.status.records import (
+    ExchangeRow,
     Logged,
     RunFinished,
     RunStarted,
@@ -139,7 +140,7 @@ class _Called:
 
 
 def _hand(tracker: Tracker, record: StreamRecord) -> None:
-    if isinstance(record, TrainRow | TestRow | Logged):
+    if isinstance(record, TrainRow | TestRow | ExchangeRow | Logged):
         if values := scalars(record):
             tracker.log(values, record.step)
     elif not isinstance(record, RunStarted | RunFinished):

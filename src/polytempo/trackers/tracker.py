@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import asdict
 
-from polytempo.report.status.records import Logged, RunFinished, StreamRecord, TestRow, TrainRow
+from polytempo.report.status.records import ExchangeRow, Logged, RunFinished, StreamRecord, TestRow, TrainRow
 
 AXES = ("epoch", "samples", "seconds")
 """Entries of rows that are axes of others."""
@@ -67,11 +68,15 @@ def scalars(record: StreamRecord) -> dict[str, float]:
         TrainRow(step=8, loss=0.3, samples=256, worker=1)      {"train/loss/worker-1": 0.3, "samples/worker-1": 256}
         TestRow(step=8, loss=0.2, accuracy=0.9)                {"test/loss": 0.2, "test/accuracy": 0.9}
         Logged(step=8, values={"perplexity": 31.0})            {"perplexity": 31.0}
+        ExchangeRow(step=8, waited_s=0.5, ops={…})             {"exchange/waited_s": 0.5, "exchange/send/bytes": 480, …}
 
     Lists are spread: `delays` is train/delays/0, …. Values that were not finite are null in rows, and are left out.
     """
     if isinstance(record, Logged):
         return _by_worker(record.values, record.worker)
+    if isinstance(record, ExchangeRow):
+        totals = ((op, name, value) for op, each in record.ops.items() for name, value in asdict(each).items())
+        return {"exchange/waited_s": record.waited_s} | {f"exchange/{op}/{name}": value for op, name, value in totals}
     if not isinstance(record, TrainRow | TestRow):
         return {}
     plain: dict[str, Any] = msgspec.to_builtins(record)

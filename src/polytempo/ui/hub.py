@@ -237,6 +237,7 @@ class Hub:
                 "curves": {quantity: found for quantity, found in curves.items() if found},
                 "marks": columns.marks(axis, sent),
                 "logged": columns.logged,
+                "exchanged": columns.exchanged,
                 "last": columns.last,
                 "workers": {str(worker): last for worker, last in columns.workers.items()},
                 "said": standing(columns, row),

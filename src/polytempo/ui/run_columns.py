@@ -13,7 +13,16 @@ import numpy as np
 from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import PARTS
 from polytempo.report.pictures.marks import ChartMark, interpolated, mark_of, places
-from polytempo.report.status.records import Diagnosis, Logged, RunFinished, RunStarted, StreamRecord, TestRow, TrainRow
+from polytempo.report.status.records import (
+    Diagnosis,
+    ExchangeRow,
+    Logged,
+    RunFinished,
+    RunStarted,
+    StreamRecord,
+    TestRow,
+    TrainRow,
+)
 from polytempo.report.status.stream import RunStream
 from polytempo.ui.sampling import Numbers, sampled
 
@@ -48,6 +57,8 @@ class RunColumns:
         """The last row of each worker with rows of its own."""
         self.parts: dict[str, Any] = {}
         """The parts of a step from the last row that has them."""
+        self.exchanged: dict[str, Any] | None = None
+        """The last record of exchanges."""
         self.slow: dict[str, str] = {}
         """The last diagnosis of each slow rank, or worker, by its name."""
         self.recent: list[tuple[int, float, float, float | None]] = []
@@ -84,6 +95,8 @@ class RunColumns:
             self.finished = record
         elif isinstance(record, Logged):
             self._own(record)
+        elif isinstance(record, ExchangeRow):
+            self.exchanged = msgspec.to_builtins(record)
         else:
             if isinstance(record, Diagnosis) and record.about == "slow rank" and len(self.slow) < _MOST_MARKS:
                 self.slow[record.who] = record.text

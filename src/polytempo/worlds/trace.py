@@ -45,6 +45,16 @@ OFF_THE_CLOCK = frozenset({"score", "save"})
 """Operations during which training stands still, so that seconds of a run leave them out. They have lines, too."""
 
 
+class OpTotals(NamedTuple):
+    """Operations of one kind and one rank."""
+
+    number: int
+    sent_bytes: int
+    """Bytes that the rank has sent in them."""
+    seconds: float
+    """The sum of their durations; they may overlap."""
+
+
 class Trace:
     """Events, their totals and their hash.
 
@@ -64,6 +74,7 @@ class Trace:
         """Events that are not counted yet: counting many together is faster."""
         self._counted = 0
         self._bytes_sent: dict[int, int] = defaultdict(int)
+        self._op_bytes: dict[tuple[int, str], int] = defaultdict(int)
         self._messages: dict[tuple[int, str], int] = defaultdict(int)
         self._seconds: dict[tuple[int, str], float] = defaultdict(float)
         self._timed = timed
@@ -79,8 +90,9 @@ class Trace:
     def add_messages(self, event: Event, sent: int, received: int) -> None:
         """Append one event that stands for so many messages of its rank, sent and received."""
         self.add(event)
-        self.messages[event.rank, "send"] += sent - 1
-        self.messages[event.rank, "recv"] += received
+        self._count()
+        self._messages[event.rank, "send"] += sent - 1
+        self._messages[event.rank, "recv"] += received
 
     @property
     def events(self) -> list[Event]:
@@ -107,10 +119,12 @@ class Trace:
         self._count()
         return self._of_all(self._bytes_sent)
 
-    def sent(self, rank: int) -> tuple[int, int]:
-        """The messages and collectives of a rank so far, and its bytes."""
-        messages = sum(number for (of, op), number in self.messages.items() if of == rank and op in COMMUNICATION)
-        return messages, self.bytes_sent.get(rank, 0)
+    def exchanged(self, rank: int) -> dict[str, OpTotals]:
+        """The messages and collectives of a rank so far, by operation."""
+        self._count()
+        first = next((first for first, group in self._groups.items() if rank in group), rank)
+        keys = {op: (first, op) for op in sorted(COMMUNICATION) if (first, op) in self._messages}
+        return {op: OpTotals(self._messages[k], self._op_bytes.get(k, 0), self._seconds[k]) for op, k in keys.items()}
 
     @property
     def messages(self) -> dict[tuple[int, str], int]:
@@ -136,10 +150,12 @@ class Trace:
     def _count(self) -> None:
         fresh, self._fresh = self._fresh, []
         bytes_sent, messages, seconds, numbers = self._bytes_sent, self._messages, self._seconds, self._op_numbers
-        packed, pack = [], _PACKED.pack
+        packed, pack, op_bytes = [], _PACKED.pack, self._op_bytes
         for rank, step, op, num_bytes, start_s, end_s, peer in fresh:
             bytes_sent[rank] += num_bytes
             key = (rank, op)
+            if num_bytes:
+                op_bytes[key] += num_bytes
             messages[key] += 1
             seconds[key] += end_s - start_s
             if not self._timed:

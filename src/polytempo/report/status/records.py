@@ -1,6 +1,6 @@
 """The records of a run's stream: one type for each kind of thing that happens, and their lines of JSON.
 
-start ─ train, test, log, text, image, checkpoint, fault, group, diagnosis … ─ finish
+start ─ train, exchange, test, log, text, image, checkpoint, fault, group, diagnosis … ─ finish
 """
 
 from __future__ import annotations
@@ -90,6 +90,28 @@ class TestRow(_Row, frozen=True, kw_only=True, tag="test"):
 
     __test__ = False  # pytest takes classes of this name for tests
     accuracy: Number | None = None
+
+
+class ExchangedOp(msgspec.Struct, frozen=True):
+    """The messages, or the collectives, of one kind."""
+
+    count: _Count
+    bytes: _Count
+    """Bytes that the row's rank has sent in them."""
+    seconds: Number
+    """The sum of their durations: they overlap with computing, and with each other."""
+
+
+class ExchangeRow(_Record, frozen=True, kw_only=True, tag="exchange"):
+    """The exchanges of rank 0 between two rows of training. Scores and checkpoints exchange, too."""
+
+    step: _Count
+    since_step: _Count
+    """The steps of the row before, or of the run's beginning."""
+    waited_s: Number
+    """Seconds that the rank waited for other ranks meanwhile."""
+    ops: Annotated[dict[_Name, ExchangedOp], msgspec.Meta(max_length=100)]
+    """Totals by operation, as the trace names them: `all_reduce`, `send`."""
 
 
 class CheckpointSaved(_Record, frozen=True, kw_only=True, tag="checkpoint"):
@@ -188,6 +210,7 @@ StreamRecord = (
     RunStarted
     | TrainRow
     | TestRow
+    | ExchangeRow
     | CheckpointSaved
     | Logged
     | LoggedText

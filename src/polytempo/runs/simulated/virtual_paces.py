@@ -43,7 +43,8 @@ def watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) ->
             stage = context.holding.stage_report()
             who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
             meeting = PaceMeeting(board, rank, len(contexts), who=who)
-            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank), sent=partial(world.trace.sent, rank))
+            exchanged = partial(world.trace.exchanged, rank)
+            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank), exchanged=exchanged)
     if first.replica.pace is not None:
         first.replica.pace.tell = lambda row: first.record(row)
 

@@ -23,6 +23,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.evaluate import Score
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth
+from polytempo.training.job.step_parts import RowExchanges
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
 from polytempo.training.step.replica import Replica
@@ -127,6 +128,8 @@ class TrainingContext:
     """The last step with a checkpoint, written or under way."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
+    exchanges: RowExchanges = field(default_factory=RowExchanges)
+    """The exchanges since the last row of training."""
 
     def scored(self) -> dict[str, Tensor]:
         """This rank's model as it is scored: parameters, or their average, and buffers, by name."""

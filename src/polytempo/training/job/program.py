@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port
 from polytempo.core.system.notice import Preempted
+from polytempo.report.status.records import row_of
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
@@ -308,6 +309,9 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     grown |= {} if context.balance is None else context.balance.row
     parts = parts_of(context.replica, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row
     context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | held | noise | grown | parts)
+    exchanged = context.exchanges.since_last(context.replica.pace, moment.step, context.resumed_at or 0)
+    if exchanged is not None:
+        context.record(row_of(exchanged))
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from polytempo.diagnosis.host_sample import host_sample
 from polytempo.diagnosis.pace import PaceSnapshot
 from polytempo.training.step.pace_watch import PaceMeeting, PaceWatch
 from polytempo.worlds import ProcessWorld
+from polytempo.worlds.trace import OpTotals
 
 LEAST_LOST_S = 0.005
 """A rank that loses less than this in a step is not named: on a busy host that is noise."""
@@ -99,10 +100,10 @@ def watch_pace(world: ProcessWorld, strategy: Strategy, series: int, stage: int 
             least_lost_s=LEAST_LOST_S,
         )
 
-    def sent() -> tuple[int, int]:
-        return world.trace.sent(world.rank)  # a run begins a trace of its own
+    def exchanged() -> Mapping[str, OpTotals]:
+        return world.trace.exchanged(world.rank)  # a run begins a trace of its own
 
-    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow, sent=sent)
+    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow, exchanged=exchanged)
 
 
 def say_slow(row: Mapping[str, Any]) -> None:

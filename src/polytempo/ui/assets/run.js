@@ -24,10 +24,10 @@ export function runPage(id, parameters) {
   const charts = new Charts((begin, end) => { span = [begin, end]; open(); });
   const chooser = axisChooser(axis, (name) => { axis = name; span = [null, null]; open(); });
   const reading = element("p", { class: "quiet", role: "status" });
-  const predicted = element("div"), workers = element("div"), events = element("div"), timeline = element("div"), topology = element("div"), settings = element("div"), logged = element("div");
+  const predicted = element("div"), workers = element("div"), exchanges = element("div"), events = element("div"), timeline = element("div"), topology = element("div"), settings = element("div"), logged = element("div");
   const log = logPanel(id);
   const sections = [
-    ["Predicted beside measured", predicted], ["Workers and servers", workers], ["Timeline", timeline], ["Topology", topology], ["Events", events], ["Logged", logged], ["Logs", log.place], ["Settings", settings],
+    ["Predicted beside measured", predicted], ["Workers and servers", workers], ["Exchanges", exchanges], ["Timeline", timeline], ["Topology", topology], ["Events", events], ["Logged", logged], ["Logs", log.place], ["Settings", settings],
   ].map(([title, content]) => element("section", { hidden: true, class: "part" }, element("h2", {}, title), content));
   const showSection = (content, there) => { content.parentElement.hidden = !there; };
   const place = element("div", { class: "run" },
@@ -120,8 +120,19 @@ export function runPage(id, parameters) {
       facts.command ? element("section", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "The command that repeats it"), copy), element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, ...facts.command.split(/( )/).map((word) => word === " " ? word : element("span", {}, word))))) : null));
   }
 
+  // Rank 0's exchanges between its last two rows of training.
+  function drawExchanges(found) {
+    showSection(exchanges, Boolean(found));
+    if (!found) return;
+    const steps = Math.max(1, found.step - found.since_step), ops = Object.entries(found.ops);
+    const rows = ops.map(([op, each]) => [op.replaceAll("_", "-"), number(each.count / steps, 3), bytes(each.bytes / steps), seconds(each.seconds / steps)]);
+    exchanges.replaceChildren(element("p", { class: "quiet" }, `Rank 0, steps ${whole(found.since_step)} to ${whole(found.step)}: it waited ${seconds(found.waited_s / steps)} a step. An exchange lasts from its start to its end, and computing goes on meanwhile where it can.`),
+      table([{ name: "Kind", text: true }, "A step", "Sent a step", "Lasts a step"], rows, { label: "Exchanges" }));
+  }
+
   function drawCurves() {
     drawSaid();
+    drawExchanges(curves.exchanged);
     chooser.show(curves.axes, curves.axis);
     setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows${curves.behind ? ", reading more" : ""}` : "No row of metrics yet");
     const marks = curves.marks.filter((mark) => mark.x !== null);
