@@ -6,9 +6,13 @@ Servers and clients are threads of this process, and processes of their own wher
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -41,6 +45,7 @@ from polytempo.runs.clients.tickets import ClientTicket
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.wire.channel import ChannelClient, ChannelServer
 from process.client_processes import part
+from process.test_wire_zeromq import Tap
 
 pytestmark = pytest.mark.process
 ANY = "127.0.0.1:0"
@@ -282,6 +287,57 @@ def test_a_client_that_reads_nothing_is_named_and_not_waited_for(
         run.join(client)
     assert run.end().parameters_sha256 == alone(0, 1)
     assert run.texts() == ["round 0: client-1 did not get the round: its queue is full, because it reads no messages"]
+
+
+def floods(ticket: Path, tap: Tap) -> None:
+    """Be a client that answers its round by a message that is too large, and by one without an end."""
+    enough, passed = 24 << 20, [0]
+    ended = Event()
+
+    def stops(data: bytes) -> bytes:
+        """The line stands still in the middle of the second message."""
+        passed[0] += len(data)
+        if passed[0] > enough:
+            ended.wait(LONG_S)
+        return data
+
+    channel: ChannelClient[ToClient, FromClient] = ChannelClient(
+        tap.address,
+        ClientTicket.read(ticket).keys,
+        ToClient,  # type: ignore[arg-type] # a union of types
+    )
+    try:
+        channel.send(ClientHello(7, layout(tensors_of(model()))))
+        assert isinstance(channel.take(LONG_S), ClientWelcome)
+        while not isinstance(order := channel.take(LONG_S), RoundOrder):
+            assert order is not None
+        tap.alter = stops
+        channel.send(truth(order, bytes(3 << 20)))
+        channel.send(truth(order, bytes(64 << 20)))
+        until_s = time.monotonic() + LONG_S
+        while not channel.parted_s:
+            assert time.monotonic() < until_s, "the server holds the message"
+    finally:
+        channel.close()
+        ended.set()
+
+
+def test_strangers_and_floods_of_a_ticket_holder_stop_no_round(tmp_path: Path) -> None:
+    """The server hangs up on the flood before its message has ended, and so holds a part of it only."""
+    rules = fed.RoundRules(there=2, return_s=0.1, deadline_s=600.0)
+    run = Running(tmp_path, fed.fed_avg(2, 1, 4), clients=2, steps=3, rules=rules)
+    port = int(run.address.rpartition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    with suppress(ConnectionError):  # the oldest are closed
+        for each in strangers:
+            each.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + bytes(1000))
+    run.join(0)
+    with closing(Tap(port)) as tap:
+        run.begin(floods, run.ticket(1), tap).result(LONG_S)
+    assert run.end().parameters_sha256 == alone(0, 3)
+    assert run.texts() == ["round 0: client-1 has vanished"]
+    for each in strangers:
+        each.close()
 
 
 def test_a_ticket_bounds_the_samples_and_can_be_revoked(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 
 Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `most_bytes`, a queue
 `HIGH_WATER` messages. Anything but a message of the expected type is dropped and counted. Clients have the run's keys,
-or each has its own (`known`); then a message comes with the name of the client that has sent it.
+or each has its own (`known`); then a message comes with the name of the client that has sent it, and a
+connection with more bytes than `_WAITING` messages and an unfinished one is closed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from zmq.utils.monitor import parse_monitor_message
 from polytempo.wire.guard import ConnectionGuard, Known, watch_by_tcp
 from polytempo.wire.keys import ClientKeys, Keys
 from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, Frame, cut, named, received
+from polytempo.wire.unfinished import UnfinishedBytes
 
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.processes.worker.MAX_RESULT_BYTES`)."""
 HIGH_WATER = 10_000
+_WAITING = 4
+"""Messages that wait for their reader, of each client with a key of its own."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
 """Heartbeats of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
 _HANDSHAKE_MS = 10_000
@@ -56,10 +60,12 @@ class ChannelServer(Generic[In, Out]):
         self._context = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(takes)
         self._most_bytes, self._most_parts = most_bytes, most_bytes // PART_BYTES + 2
-        self._names = known is not None
+        self._unfinished = None if known is None else UnfinishedBytes((_WAITING + 1) * most_bytes)
         self._router = _socket(self._context, zmq.ROUTER, address, high_water)
+        if known is not None:
+            self._router.rcvhwm = _WAITING
         watch_by_tcp(self._router, 1e-3 * _HEARTBEAT_TIMEOUT_MS)
-        self._guard = ConnectionGuard(self._context, self._router, keys, known)
+        self._guard = ConnectionGuard(self._context, self._router, keys, known, self._unfinished)
         self._router.curve_server = True
         self._router.curve_secretkey = keys.server_secret
         self._router.router_mandatory = True
@@ -115,8 +121,12 @@ class ChannelServer(Generic[In, Out]):
             self._router.poll(math.ceil(1e3 * left_s))
 
     def _received(self) -> tuple[str, list[Frame] | None]:
-        if self._names:
-            return named(self._router, self._most_bytes, self._most_parts) or ("", None)
+        if self._unfinished is not None:
+            found = named(self._router, self._most_bytes, self._most_parts)
+            if found is None:
+                return "", None
+            self._unfinished.taken(found.descriptor)
+            return found.name, found.parts
         return "", received(self._router, self._most_bytes, self._most_parts)
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -12,22 +12,22 @@ sometimes leaves the connection open but dead instead of closing it.
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
 import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.core.system import descriptors
+from polytempo.wire.descriptor_copy import descriptor_copy
 from polytempo.wire.keys import Keys
+from polytempo.wire.unfinished import LOOK_S, UnfinishedBytes
 
 Known = Callable[[bytes], str | None]
 """The name of the peer that has a public key of 32 bytes; None for a stranger. Called in the guard's thread."""
@@ -54,8 +54,11 @@ class ConnectionGuard:
         socket: zmq.Socket[bytes],
         keys: Keys | None,
         known: Known | None = None,
+        unfinished: UnfinishedBytes | None = None,
     ) -> None:
-        """`known`: the name of the peer with a public key, in place of the run's one client key."""
+        """`known`: the name of the peer with a public key, in place of the run's one client key. `unfinished`: bounds
+        the bytes of peers with keys."""
+        self._unfinished = unfinished
         self._come = self._let_in = 0
         self._client, self._known = keys.client if keys is not None else None, known
         self._strangers = Strangers(descriptors.raised())
@@ -84,11 +87,13 @@ class ConnectionGuard:
         poller.register(self._monitor, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(None if self._unfinished is None else round(1e3 * LOOK_S)))
                 if self._monitor in ready:
                     self._hear(parse_monitor_message(self._monitor.recv_multipart()))
                 if self._questions in ready:
                     self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
+                if self._unfinished is not None:
+                    self._unfinished.look()
         except zmq.ContextTerminated:
             pass
         finally:
@@ -99,6 +104,8 @@ class ConnectionGuard:
         self._let_in += report["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
         if report["event"] == zmq.Event.ACCEPTED:
             self._come += 1
+            if self._unfinished is not None:
+                self._unfinished.come(report["value"])
             if self._client is not None or self._known is not None:
                 self._strangers.come(report["value"], int(report["endpoint"].rpartition(b":")[2]))
 
@@ -129,7 +136,7 @@ class Strangers:
         """A connection was accepted at `port`. Close the oldest that have no keys, where they are too many."""
         if sys.platform != "linux":
             return
-        with suppress(OSError), _copy(descriptor) as connection:  # it may have gone already
+        with suppress(OSError), descriptor_copy(descriptor) as connection:  # it may have gone already
             if connection.getsockname()[1] == port:
                 self._here.append((descriptor, connection.getpeername()))
         most = 0 if descriptor >= self._limit - _SPARE else MOST_STRANGERS
@@ -138,7 +145,7 @@ class Strangers:
 
 
 def _close_unless_known(descriptor: int, peer: Any) -> None:
-    with suppress(OSError), _copy(descriptor) as connection:
+    with suppress(OSError), descriptor_copy(descriptor) as connection:
         if connection.getpeername() == peer and not _has_keys(connection):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -146,21 +153,6 @@ def _close_unless_known(descriptor: int, peer: Any) -> None:
 def _has_keys(connection: socket.socket) -> bool:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AT + _SENT.size)
     return len(info) < _SENT_AT + _SENT.size or _SENT.unpack_from(info, _SENT_AT)[0] > _WELCOME_BYTES
-
-
-@contextmanager
-def _copy(descriptor: int) -> Iterator[socket.socket]:
-    """The TCP socket behind `descriptor`. OSError where there is none."""
-    copy = os.dup(descriptor)
-    try:
-        found = socket.socket(fileno=copy)
-    except BaseException:
-        os.close(copy)
-        raise
-    with found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6):
-            raise OSError(errno.ENOTSOCK, "this is not a TCP connection")
-        yield found
 
 
 _IDLE_S, _PROBE_S, _MOST_PROBES = 10, 5, 4

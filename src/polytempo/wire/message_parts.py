@@ -8,6 +8,7 @@ several parts one is encrypted while another travels.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import NamedTuple
 
 import zmq
 
@@ -28,7 +29,8 @@ def cut(data: Frame, part_bytes: int = PART_BYTES) -> list[Frame]:
 def received(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> list[Frame] | None:
     """The next message's parts, the first of them whole, without waiting; None where there is none.
 
-    ZeroMQ keeps the parts of a message that has not ended, without a bound: only holders of keys send some.
+    ZeroMQ keeps the parts of a message that has not ended, without a bound: only holders of keys send some, and
+    `unfinished` bounds them where these need not be trusted.
 
     Of a message with too many parts it keeps one part too many, of one with too many bytes (the first part aside) only
     the first part: both are then malformed.
@@ -40,16 +42,27 @@ def received(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> lis
     return _rest(socket, part, most_bytes, most_parts)
 
 
-def named(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> tuple[str, list[Frame]] | None:
-    """The same, and the name that the guard gave the sender for its key ("": it gave none)."""
+class Named(NamedTuple):
+    """A message of a peer that the guard knows."""
+
+    name: str
+    """The guard's name for its key ("": it gave none)."""
+    descriptor: int
+    """Its connection's."""
+    parts: list[Frame]
+
+
+def named(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> Named | None:
+    """The same, and its sender."""
     try:
         part = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
-    name = ""
+    name, descriptor = "", -1
     with suppress(zmq.ZMQError):  # it has no such property
+        descriptor = int(part.get(zmq.SRCFD))
         name = str(part.get("User-Id"))
-    return name, _rest(socket, part, most_bytes, most_parts)
+    return Named(name, descriptor, _rest(socket, part, most_bytes, most_parts))
 
 
 def _rest(socket: zmq.Socket[bytes], part: zmq.Frame, most_bytes: int, most_parts: int) -> list[Frame]:
