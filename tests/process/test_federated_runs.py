@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import polytempo as pt
-from laws.test_federated import SEED, job, simulated
+from laws.test_federated import SEED, data, job, model, simulated
 from polytempo import federated as fed
+from polytempo.federated.client_tests import spread
 
 pytestmark = pytest.mark.process
 CLIENTS = "by_size(6, sigma=0.7)"
@@ -25,3 +27,36 @@ def test_a_run_that_goes_on_with_another_number_of_workers(strategy: pt.Strategy
     found = run(3, 6, resume=True)
     assert found.parameters_sha256 == simulated(strategy, 6)["hash"]
     assert (found.steps, found.epochs, found.samples) == (6, 6.0, 24)
+
+
+def test_scores_are_of_each_clients_own_head(tmp_path: Path) -> None:
+    """Each client's samples of the test set are judged by its own model, also by another number of workers and in the
+    other world; clients without a round have the server's."""
+    dealt = fed.clients(data(), fed.by_size(6, sigma=0.7), SEED, test=0.4)
+    tests = dealt.test
+    assert tests is not None
+    own = job(
+        data=lambda path: pt.Data(dealt, tests), correct=lambda output, target: output.argmax(1) == target, lr=1.0
+    )
+    strategy, given = fed.fed_rep(3, 2, 4, head_epochs=4), {"steps": 2, "seed": SEED}
+    found = pt.run(own, strategy, 2, threads=1, out=tmp_path, checkpoint_every=1, **given)
+    counts = torch.zeros(2, 6, dtype=torch.float64)
+    total, seen = 0.0, set[tuple[float, ...]]()
+    for client, (first, end) in enumerate(tests.ranges):
+        net = model()
+        net.load_state_dict(pt.training.client_model(tmp_path, client))
+        seen.add(tuple(net[2].bias.tolist()))
+        inputs, labels = map(torch.stack, zip(*(tests[number] for number in range(first, end)), strict=True))
+        with torch.no_grad():
+            output = net(inputs)
+        counts[:, client] = torch.tensor([float((output.argmax(1) == labels).sum()), end - first])
+        total += float(torch.nn.functional.cross_entropy(output, labels, reduction="sum"))
+    assert 3 < len(seen) < 6 + 1
+    expected = spread(counts)
+    assert {name: found.metrics[name] for name in expected} == expected
+    assert found.accuracy == float(counts[0].sum() / counts[1].sum())
+    assert found.loss == pytest.approx(total / len(tests), rel=1e-12)
+    for workers in (1, 2, 3):
+        again = pt.simulate(own, strategy, workers, **given)
+        assert {name: again.metrics[name] for name in expected} == expected
+        assert again.loss == pytest.approx(found.loss, rel=1e-12)

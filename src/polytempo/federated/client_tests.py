@@ -8,6 +8,7 @@ accuracy       ½           1              0        min 0, median ½, max 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -25,6 +26,9 @@ class ClientTests(Dataset[Any]):
         self.num_clients = len(parts)
         self._client_of = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
         """The client of each sample, shape (samples,)."""
+        ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
+        self.ranges = list(pairwise(ends))
+        """The first sample of each client, and the end of its samples."""
         if not len(self._rows):
             raise ValueError("no client has a test sample; hold out a larger part, or use fewer clients")
 

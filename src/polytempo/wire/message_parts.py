@@ -48,7 +48,7 @@ class Named(NamedTuple):
     name: str
     """The guard's name for its key ("": it gave none)."""
     descriptor: int
-    """Its connection's."""
+    """The number of the connection."""
     parts: list[Frame]
 
 

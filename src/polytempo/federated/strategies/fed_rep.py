@@ -21,8 +21,8 @@ def fed_rep(
     data for the head, before `epochs` passes for the body. 0: head and body train together, which is FedPer.
 
     A head stays with its client: in the state of clients, never in the mean. The server's copy has its first values;
-    a new client begins with them. So a run's score is of the model of a client that never took part;
-    `pt.training.client_model(run, client)` is a client's own model.
+    a new client begins with them. On test samples of clients (`client_test=0.2`) each client's own model is scored, on
+    another test set the model of a client that never took part; `pt.training.client_model(run, client)` is a client's own model.
 
     Cost: a client receives and sends the body. Memory: a head for each client that has taken part.
 

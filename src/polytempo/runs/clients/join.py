@@ -43,7 +43,8 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.federated.client_movements import from_wire, to_wire
-from polytempo.training.federated.local_passes import CONTROL, LocalPasses
+from polytempo.training.federated.client_states import CONTROL
+from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND
 from polytempo.training.job.evaluate import Evaluation, tensors_of
 from polytempo.training.model.randomness import kept_random_states

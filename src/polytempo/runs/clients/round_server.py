@@ -43,7 +43,7 @@ from polytempo.runs.clients.client_messages import (
 from polytempo.runs.clients.tickets import TicketRoster, name_of
 from polytempo.spec.text.plain_text import plain_text
 from polytempo.training.federated.client_movements import from_wire
-from polytempo.training.federated.local_passes import CONTROL
+from polytempo.training.federated.client_states import CONTROL
 from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RoundTask
 from polytempo.training.observe.user_log import user_log
 from polytempo.wire.channel import ChannelServer

@@ -215,7 +215,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         nullcontext(record) if host is None else host.running(record) as seen,
     ):
         contexts[0].record = observer.record = seen
-        observer.host = host
+        observer.host, observer.replicas = host, [context.replica for context in contexts.values()]
         for rank, context in contexts.items():
             context.host, context.asks = host, partial(observer.asks, rank)
         outcome = world.run(program)

@@ -22,7 +22,10 @@ from polytempo.core.state import Scalar
 from polytempo.device import HOST
 from polytempo.federated.client_store import ClientStore
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
+from polytempo.training.job.evaluate import OwnTensors
 
+CONTROL = "control/"
+"""The beginning of a control variate's name, before its parameter's."""
 _PREFIX = "clients/"
 _SERVER = f"{_PREFIX}server/"
 _HOLDERS = f"{_PREFIX}holders"
@@ -37,6 +40,15 @@ class ClientStates:
         self._devices = {name: each.device for name, each in layout.items()}
         self._holders: dict[int, int] = {}
         self.store, self.server = ClientStore(), dict(server)
+
+    @property
+    def personal(self) -> bool:
+        """True if clients keep tensors of the model."""
+        return any(not name.startswith(CONTROL) for name in self._layout)
+
+    def holder(self, client: int, size: int) -> int:
+        """The rank of `size` that has a client's tensors; for a client that has none any one."""
+        return self._holders.get(client, client) % size
 
     def get(self, client: int) -> dict[str, Tensor]:
         """A client's tensors, where it trains; none before its first round."""
@@ -93,6 +105,27 @@ class ClientStates:
         for part in sources:
             for client, tensors in clients_in(part).items():
                 self.store.put(client, tensors)
+
+
+class _OwnTensors:
+    """Clients' parts of the model, at this process's ranks."""
+
+    def __init__(self, states: Sequence[ClientStates]) -> None:
+        self._states = states
+
+    def holder(self, client: int, size: int) -> int:
+        """The rank of `size` that scores a client."""
+        return self._states[0].holder(client, size)
+
+    def get(self, client: int) -> dict[str, Tensor]:
+        """A client's part of the model; none for a client that never took part."""
+        return next((found for each in self._states if (found := each.get(client))), {})
+
+
+def own_tensors(states: Sequence[ClientStates | None]) -> OwnTensors | None:
+    """The parts of the model that clients keep at the ranks of `states`; None where they keep none."""
+    found = [each for each in states if each is not None and each.personal]
+    return _OwnTensors(found) if found else None
 
 
 def clients_in(part: CheckpointPart) -> dict[int, dict[str, Tensor]]:

@@ -23,8 +23,8 @@ from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_partition, parse_sampling
 from polytempo.training.federated.client_movements import coded, fair_weights, merged_
-from polytempo.training.federated.client_states import ClientStates
-from polytempo.training.federated.local_passes import CONTROL, LocalPasses
+from polytempo.training.federated.client_states import CONTROL, ClientStates
+from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import RemotePlaces
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.randomness import seed_step

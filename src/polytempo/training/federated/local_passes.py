@@ -23,8 +23,6 @@ from polytempo.training.model.run_device import beside
 
 Check = Callable[[Tensor], None]
 _LEAST_LOSS = 1e-10
-CONTROL = "control/"
-"""The beginning of a control variate's name, before its parameter's."""
 
 
 class ClientTurn(NamedTuple):

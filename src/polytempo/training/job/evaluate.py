@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,16 @@ class Score(NamedTuple):
         return {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
 
 
+class OwnTensors(Protocol):
+    """Tensors that clients keep."""
+
+    def holder(self, client: int, size: int) -> int:
+        """The rank of `size` that has a client's."""
+
+    def get(self, client: int) -> Mapping[str, Tensor]:
+        """A client's, by the model's names; none for a client that keeps none."""
+
+
 class Evaluation:
     """A job's test set, and a model to score with. Raises ValueError for a test set without a length.
 
@@ -82,24 +92,22 @@ class Evaluation:
         elif precision is not None:
             install(self._model, dtype_of(precision))
 
-    def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
+    def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int, own: OwnTensors | None = None) -> Tensor:
         """[the loss's divisor, its sum, right ones, predictions] of `rank`'s part of the test set, float64; then right
         ones of each client and predictions of each, where the test set is clients'.
 
-        `tensors`: the parameters and buffers to score, by name. They are not written to. `metrics` have seen that part
-        then, and nothing else.
+        `tensors`: the parameters and buffers to score, by name. They are not written to. `own`: tensors of clients in
+        the place of some of them, on their own samples. `metrics` have seen that part then, and nothing else.
         """
         self.metrics.begin()
-        with self._lent(tensors):
-            return self._sums(rank, size)
+        return self._sums(tensors, rank, size, own)
 
-    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
+    def score(self, tensors: Mapping[str, Tensor], parts: int = 1, own: OwnTensors | None = None) -> Score:
         """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
         sums = torch.zeros(parts, self._numbers, dtype=torch.float64)
         self.metrics.begin()
-        with self._lent(tensors):
-            for part in range(self._scorers(parts)):
-                sums[part] = self._sums(part, parts)
+        for part in range(parts):
+            sums[part] = self._sums(tensors, part, parts, own)
         score = means(sums.sum(0))
         score = score._replace(metrics={**score.metrics, **self.metrics.of([self.metrics.seen])})
         return joined(score, {name: each.score(tensors, parts) for name, each in self.more.items()})
@@ -112,12 +120,22 @@ class Evaluation:
     def _scorers(self, size: int) -> int:
         return min(size, -(-self.length // _FEWEST))
 
-    def _sums(self, rank: int, size: int) -> Tensor:
-        scorers = self._scorers(size)
+    def _sums(self, tensors: Mapping[str, Tensor], rank: int, size: int, own: OwnTensors | None) -> Tensor:
         sums = torch.zeros(self._numbers, dtype=torch.float64)
+        if own is not None and self._clients is not None:
+            for client, (start, stop) in enumerate(self._clients.ranges):
+                if start < stop and own.holder(client, size) == rank:
+                    with self._lent({**tensors, **own.get(client)}):
+                        sums += self._between(start, stop)
+            return sums
+        scorers = self._scorers(size)
         if rank >= scorers:
             return sums
-        start, stop = (self.length * r // scorers for r in (rank, rank + 1))
+        with self._lent(tensors):
+            return self._between(*(self.length * r // scorers for r in (rank, rank + 1)))
+
+    def _between(self, start: int, stop: int) -> Tensor:
+        sums = torch.zeros(self._numbers, dtype=torch.float64)
         with torch.no_grad():
             for samples, batch in self._mover.ahead((n, batch) for batch, n in self._test.between(start, stop)):
                 loss, right, seen = judged(self._job, self._model, batch, samples)
@@ -148,9 +166,12 @@ class Evaluation:
                 tensor.data = tensor.new_empty(0)
 
 
-async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
+async def evaluate(
+    port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor], own: OwnTensors | None = None
+) -> Score:
     """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
-    score = means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+    sums = await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size, own), 0.0)
+    score = means(await tree(port, sums))
     if evaluation.measures:
         score = score._replace(metrics={**score.metrics, **await evaluation.metrics.gathered(port)})
     return joined(score, {name: await evaluate(port, each, tensors) for name, each in evaluation.more.items()})

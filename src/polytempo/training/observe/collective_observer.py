@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.training.federated.client_states import own_tensors
 from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, evaluate, meets, of_first_part
 from polytempo.training.model.ports import ports_of
@@ -109,7 +110,7 @@ class CollectiveObserver:
             if data.size > 1 and not replica.strategy.synchronized:
                 instead = None if context.average is None else context.average.tensors
                 given = await replica.consensus(data, instead) | await replica.consensus_buffers(data)
-        score = await evaluate(data, self._evaluation, {**own, **given})
+        score = await evaluate(data, self._evaluation, {**own, **given}, own_tensors([replica.clients]))
         self._scored(port, context, moment, await of_first_part(model, score))
 
     def _scored(self, port: Port, context: TrainingContext, moment: Moment, score: Score) -> None:

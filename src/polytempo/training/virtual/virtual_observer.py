@@ -7,7 +7,7 @@ rank 1  ───── step k ───── k + 1 ──▶  last one complet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.tensor.division import Cuts
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.rates.plateau import Plateau
+from polytempo.training.federated.client_states import own_tensors
 from polytempo.training.job.context import Moment, TrainingContext
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.model.ports import mesh_of, ports_of
@@ -28,6 +29,7 @@ from polytempo.training.observe.checkpoint_writer import about, complete, saved_
 from polytempo.training.observe.holding import Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
+from polytempo.training.step.replica import Replica
 
 
 @dataclass
@@ -91,6 +93,8 @@ class VirtualObserver:
         self._hashes: dict[int, dict[int, str]] = {}
         self.host: CallbackHost | None = None
         """Calls the run's callbacks."""
+        self.replicas: Sequence[Replica] = ()
+        """All ranks' replicas."""
         self._asked: dict[int, int] = {}
         """Each rank's last step with a look at the requests of callbacks."""
         self._controls: dict[int, Control] = {}
@@ -196,7 +200,8 @@ class VirtualObserver:
     def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:
         assert self._evaluation is not None
         with kept_random_states():
-            score = self._evaluation.score(tensors, self._test_parts or parts)
+            own = own_tensors([each.clients for each in self.replicas])
+            score = self._evaluation.score(tensors, self._test_parts or parts, own)
         self._newest = moment.step, score
         if isinstance(context.scheduler, Plateau):
             self._agreed[moment.step] = score
