@@ -12,8 +12,9 @@ def fed_bn(cohort: int = 10, epochs: int = 1, batch_size: int | None = 10) -> St
     """`fed_avg` of all but normalisation layers: their parameters and running statistics stay with each client.
 
     This is for clients with inputs of different kinds, such as cameras or scanners. Models with `BatchNorm` are allowed
-    here, because its statistics are a client's. A run's score is of a client that never took part;
-    `pt.training.client_model(run, client)` is a client's own model.
+    here, because its statistics are a client's. On test samples of clients each client's own model is
+    scored, on another test set the model of a client that never took part. `pt.training.client_model(run, client)` is a
+    client's own model.
 
     Cost: as `fed_avg`, without these layers. Memory: the layers of each client that has taken part.
 

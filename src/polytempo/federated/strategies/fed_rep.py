@@ -22,7 +22,8 @@ def fed_rep(
 
     A head stays with its client: in the state of clients, never in the mean. The server's copy has its first values;
     a new client begins with them. On test samples of clients (`client_test=0.2`) each client's own model is scored, on
-    another test set the model of a client that never took part; `pt.training.client_model(run, client)` is a client's own model.
+    another test set the model of a client that never took part. `pt.training.client_model(run, client)` is a client's
+    own model.
 
     Cost: a client receives and sends the body. Memory: a head for each client that has taken part.
 
