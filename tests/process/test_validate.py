@@ -34,6 +34,13 @@ def validated(run: Path, cluster: Cluster) -> dict[str, Any]:
     return plain
 
 
+def bounded(run: Path, bound: dict[str, Any] | None) -> Path:
+    """The folder of the run, with that bound in its result: a measured one depends on the machine."""
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"bound": bound}))
+    return run
+
+
 @pytest.mark.parametrize(
     ("strategy", "communication"),
     [
@@ -45,9 +52,16 @@ def validated(run: Path, cluster: Cluster) -> dict[str, Any]:
 )
 def test_a_real_run_beside_wrong_clusters(strategy: Any, communication: set[str], tmp_path: Path) -> None:
     pt.run(find("digits"), strategy, workers=2, steps=16, out=tmp_path / "run", threads=1)
-    far, slow = validated(tmp_path / "run", FAR), validated(tmp_path / "run", SLOW)
+    far = validated(bounded(tmp_path / "run", None), FAR)
+    said = {"text": "Computing bounds this run.", "tried": {"workers": 4}}
+    slow = validated(bounded(tmp_path / "run", said), SLOW)
     assert far["most_of_the_error"] in communication
     assert slow["most_of_the_error"] == "computing"
+    assert far["bound"] is None
+    priced = slow["bound"]["priced"]
+    assert priced == pytest.approx(2.0, rel=0.05), "computing is nearly all of a step there"
+    text = f"{said['text']} Priced on this cluster: {priced:.2f} times the samples per second."
+    assert slow["bound"]["text"] == text
     for found in (far, slow):
         assert found["components"][0]["predicted_s"] > found["components"][0]["measured_s"]
         steps = [step["measured_s"] for step in found["steps"]]

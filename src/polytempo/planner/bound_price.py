@@ -15,8 +15,8 @@ _MOST_WORKERS = 1024
 
 
 def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Cluster) -> dict[str, Any]:
-    """The figures of a simulation, with the price of the change in `bound`: `priced`, samples per second on `cluster`
-    over the present ones.
+    """The figures of a run, real or simulated, with the price of the change in `bound`: `priced`, samples per second on
+    `cluster` over the present ones there.
 
     Unchanged where no plan tries the change, or a price cannot be found. Cost: the job's data once more, and two priced
     simulations, some 0.1 s.

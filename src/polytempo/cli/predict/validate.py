@@ -14,6 +14,7 @@ from polytempo.core import Strategy
 from polytempo.core.system.files import RESULT
 from polytempo.device import HOST
 from polytempo.engines.processes import janitor
+from polytempo.planner.bound_price import with_price
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
 from polytempo.report.runs import as_written, load_run
 from polytempo.report.status.stream import ends_of
@@ -49,16 +50,20 @@ def validate(asked: ValidateOptions) -> None:
         options["device"] = here(device)
         if precision is not None:
             options["precision"] = precision
+        job = _job_of(run, result["job"], asked.job)
         simulate(
-            _job_of(run, result["job"], asked.job),
+            job,
             strategy,
             result["workers"],
             described,
             **(options | {"steps": result["steps"], "epochs": 1_000_000, "threads": 1, "out": out}),
         )
         found = validation(load_run(out).events, measured.events)
+        with as_written(run / RESULT, "the bound of the run"):
+            result = with_price(result, job, asked.data, described)
+            bound = "" if result.get("bound") is None else str(result["bound"]["text"])
     if asked.json:
-        show_json(_plain(run, described.name, found))
+        show_json(_plain(run, described.name, found) | {"bound": result.get("bound")})
         return
     show_table(("step", "predicted ms", "measured ms", "error"), [_row(each) for each in _some(found.steps)])
     print()
@@ -67,6 +72,8 @@ def validate(asked: ValidateOptions) -> None:
     print(f"the median step: predicted {_ms(found.whole.predicted_s)} ms, measured {_ms(found.whole.measured_s)} ms,")
     print(f"error {found.whole.error:+.0%}; of single steps {found.median_error:.0%} in the median")
     print(_verdict(found))
+    if bound:
+        print(f"\n{bound}")
 
 
 def _device_of(run: Path) -> str:
