@@ -141,6 +141,13 @@ ROWS = [
         meets=lambda step: True,
         by_place=True,
     ),
+    Row(
+        "zero_one_adam",
+        lambda: s.zero_one_adam(6, 2, 2, scale=0.01, exact_below=0),
+        alone="zero_one_adam",
+        meets=lambda step: step <= 8 or step % 2 == 0,
+        by_place=True,
+    ),
     Row("one_bit_sgd", lambda: s.one_bit_sgd(exact_below=0), meets=lambda step: True, by_place=True),
     Row("power_sgd", lambda: s.power_sgd(1, collectives.ring, exact_below=0), meets=lambda step: True),
     Row("qsgd", lambda: s.qsgd(bucket=8, exact_below=0), meets=lambda step: True, by_place=True),

@@ -272,6 +272,34 @@ def one_bit_adam(num_steps: int, warmup: int, setting: Setting) -> list[Tensor]:
     return history
 
 
+def zero_one_adam(num_steps: int, setting: Setting) -> list[Tensor]:
+    """One worker, for whom nothing is encoded: a second moment of steps 1, 2, 4 and 6, and a mean with itself later."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    seconds = [torch.zeros_like(p) for p in net.parameters()]
+    updates = [1, 2, 4, 6]
+    anchor = flat(net)
+    history = []
+    for step in range(1, num_steps + 1):
+        take_gradients(net, joined_batch(step - 1, setting.dtype))
+        directions = []
+        for i, gradient in enumerate([p.grad.clone() for p in net.parameters() if p.grad is not None]):
+            second = seconds[i].lerp(gradient.square(), 1 - 0.999) if step in updates else seconds[i]
+            root = (second / (1 - 0.999 ** sum(each <= step for each in updates))).sqrt() + 1e-8
+            if step < 6 and step not in updates:
+                gradient = gradient / root * root
+            seconds[i] = second
+            directions.append(gradient / root * 0.01)
+        take_step(net, optimizer, directions)
+        if step == 6:
+            anchor = flat(net)
+        if step in (7, 8, 10, 12):
+            anchor = anchor - (anchor - flat(net))
+            torch.nn.utils.vector_to_parameters(anchor.clone(), net.parameters())
+        history.append(flat(net))
+    return history
+
+
 def stepped(batches: Batches, setting: Setting) -> Tensor:
     """The usual loop: the weights at the end."""
     net = model(setting.dtype)

@@ -77,7 +77,7 @@ REFUSED = {
     "codistillation": "PT1205",
     "des_loc": "PT1208",
     "delayed_sgd": "PT1206",
-    "islands": "PT1209",
+    **dict.fromkeys(["islands", "zero_one_adam"], "PT1209"),
     "stochastic_gradient_push": "PT1207",
     "streaming_diloco": "PT1206",
 }

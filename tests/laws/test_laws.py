@@ -24,6 +24,7 @@ from laws.definitions import (
     signum,
     slowmo,
     streaming,
+    zero_one_adam,
 )
 from laws.harness import HOST, OPTIMIZERS, Rank, Setting, plain_torch, run
 from polytempo import strategies
@@ -74,6 +75,7 @@ ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
     "one_bit_adam": lambda strategy, setting: one_bit_adam(12, 5, setting),
     "quasi_global": lambda strategy, setting: quasi_global(12, 0.9, 0.9, setting),
     "streaming": lambda strategy, setting: streaming(12, str(strategy), setting),
+    "zero_one_adam": lambda strategy, setting: zero_one_adam(12, setting),
 }
 """A row's `alone` -> the weights after each of 12 steps of one rank."""
 

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import polytempo as pt
 from laws.harness import HOST, OPTIMIZERS, Rank, Setting, flat, plain_torch, run
 from polytempo import strategies as s
 from polytempo.aggregation import orthogonal_momentum, random_pairs, senders_mean
 from polytempo.aggregation.directions import orthogonalised
+from polytempo.aggregation.rare_variance import coded_between
 from polytempo.compression import chunk_top_k, feedback, top_k
 from polytempo.core import Bundle, Port, Strategy
+from polytempo.core.cost import ever_rarer
 from polytempo.core.state import settled
 from polytempo.core.transform import cost_of
+from polytempo.synchronization.every import Timed
 from polytempo.synchronization.fragments import cut
 from polytempo.training.step.parameter_exchange import ParameterExchange
 from polytempo.worlds import VirtualWorld
@@ -314,9 +318,57 @@ def test_one_bit_adam_that_stays_warm_is_adam(plain: Setting) -> None:
     torch.testing.assert_close(ranks[0].history[-1], plain_torch(LAST, Setting("adam"))[-1], rtol=0, atol=1e-10)
 
 
-def test_an_element_without_a_gradient_stays_where_a_sign_has_no_zero() -> None:
+def test_zero_one_adam_of_exact_steps_alone_is_adam(plain: Setting) -> None:
+    ranks, _ = run(s.zero_one_adam(LAST, LAST, beta1=0.9, scale=0.2, exact_below=0), NUM_RANKS, LAST, plain)
+    torch.testing.assert_close(ranks[0].history[-1], plain_torch(LAST, Setting("adam"))[-1], rtol=0, atol=1e-12)
+
+
+def test_zero_one_adam_with_exact_codes_in_each_step_makes_the_steps_of_one_worker(plain: Setting) -> None:
+    """A worker's own momentum changes nothing, because all is linear in it while the second moment stays."""
+    strategy = s.zero_one_adam(6, 2, 1, beta1=0.9, exact_below=10**6)
+    (alone,), together = (final(strategy, num_ranks, plain) for num_ranks in (1, 3))
+    torch.testing.assert_close(together, alone.expand_as(together), rtol=0, atol=1e-12)
+
+
+def test_exact_steps_come_ever_more_rarely() -> None:
+    found = ever_rarer(3, last=100)
+    exact = [step for step in range(1, 101) if any(each.has(step) for each in found)]
+    assert exact == [1, 2, 3, 5, 7, 9, 13, 17, 21, 29, 37, 45, 61, 77, 93]
+    between = coded_between(found)
+    assert sorted(exact + [step for step in range(1, 101) for each in between if each.has(step)]) == [*range(1, 101)]
+    assert str(between[1]) == "every step but one in 4, from step 10 on, up to step 21"
+
+
+def test_meetings_after_the_switch_come_ever_more_rarely_up_to_the_longest_interval() -> None:
+    timed = s.zero_one_adam(10, 2, 4).parameters.apply
+    assert isinstance(timed, Timed)
+    assert [step for step in range(1, 33) if timed.has_turn(step)] == [11, 12, 14, 16, 20, 24, 28, 32]
+
+
+def test_two_momenta_at_once_are_refused() -> None:
+    """Each alone learns; together steps of a size that no gradient sets swing on, and digits stay below 0.9."""
+    job = pt.jobs.find("digits")
+    with pytest.raises(ValueError, match="once more"):
+        pt.simulate(job, s.zero_one_adam(beta1=0.9), workers=2, steps=1)
+
+
+def test_local_steps_begin_at_the_parameters_of_the_switch(plain: Setting) -> None:
+    """An anchor from before would send the movement of all steps again."""
+    ranks, _ = run(s.zero_one_adam(5, 1, 4, exact_below=10**6), NUM_RANKS, 12, plain)
+    apart = torch.stack([rank.history[10] for rank in ranks])
+    assert not torch.equal(apart[0], apart[1])
+    moved = (ranks[0].history[11] - ranks[0].history[4]).norm()
+    assert 0 < moved < 2 * (apart[0] - ranks[0].history[4]).norm()
+
+
+@pytest.mark.parametrize("name", ["one_bit_adam", "zero_one_adam"])
+def test_an_element_without_a_gradient_stays_where_a_sign_has_no_zero(name: str) -> None:
     """Row 0 of a table has none while Adam is warm, and then codes of its row's others would be divided by ε."""
-    transform = s.one_bit_adam(2, exact_below=0).gradients
+    make = {
+        "one_bit_adam": lambda: s.one_bit_adam(2, exact_below=0),
+        "zero_one_adam": lambda: s.zero_one_adam(9, 1, exact_below=0),
+    }
+    transform = make[name]().gradients
     gradient = torch.tensor([[0.0, 1.0, -2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
 
     async def program(port: Port) -> torch.Tensor:

@@ -181,6 +181,7 @@ INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
     "sign_sgd": sign_sgd,
     "slowmo": slowmo,
     "streaming_diloco": streaming_diloco,
+    "zero_one_adam": one_bit_adam,
 }
 
 
@@ -199,7 +200,7 @@ def tolerance(row: Row, workers: int) -> float:
         return 2e-2
     if workers > 1 and row.name == "hogwild":
         return 2e-2  # the interleaving decides which decayed weights a rank reads
-    return 1e-6 if workers > 1 and row.name in ("int8_sgd", "one_bit_adam", "threshold_sgd") else 1e-11
+    return 1e-6 if workers > 1 and row.name in ("int8_sgd", "one_bit_adam", "threshold_sgd", "zero_one_adam") else 1e-11
 
 
 @pytest.mark.parametrize("workers", [1, 3])

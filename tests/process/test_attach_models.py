@@ -53,6 +53,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "distributed_lion": (s.distributed_lion(exact_below=4), 3),
     "distributed_muon": (s.distributed_muon(), 3),
     "one_bit_adam": (s.one_bit_adam(warmup_steps=1), 3),  # encoded, stripes would differ
+    "zero_one_adam": (s.zero_one_adam(2, 2, 2), 4),  # encoded, stripes would differ
     "sparse_loco": (s.sparse_loco(period=3, exact_below=4), 6),
     "streaming_diloco": (s.streaming_diloco(period=3, fragments=1, delay=0, blend=0.0), 3),
     "threshold_sgd": (s.threshold_sgd(0.05, exact_below=4), 3),

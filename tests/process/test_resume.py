@@ -61,9 +61,10 @@ COMPRESSED = [
     s.local_sgd(period=4, codec=pt.compression.feedback(pt.compression.one_bit())),
     s.sparse_loco(period=4, exact_below=4),
     *(s.demo(), s.dion(rank=2), s.distributed_lion(), s.distributed_muon(), s.one_bit_adam(warmup_steps=5)),
+    s.zero_one_adam(freeze_step=5, repeats=2, longest=4),
 ]
 """Strategies that keep residuals, or are the update itself. Each is quick, so two sets of processes serve them all."""
-UPDATES = ("demo", "dion", "distributed_lion", "distributed_muon", "one_bit_adam")
+UPDATES = ("demo", "dion", "distributed_lion", "distributed_muon", "one_bit_adam", "zero_one_adam")
 """Their update is the step, so they go with SGD."""
 
 WORKERS = 2

@@ -9,6 +9,7 @@ from polytempo.aggregation.mean import mean, moving_average, senders_mean
 from polytempo.aggregation.mix import mix, mix_anchors, push_sum
 from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov, quasi_global
 from polytempo.aggregation.peer_models import peer_models
+from polytempo.aggregation.rare_variance import rare_variance
 from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean, vote
 from polytempo.core.arithmetic.merge import Merge
 
@@ -40,6 +41,7 @@ __all__ = [
     "quasi_global",
     "random_pairs",
     "random_targets",
+    "rare_variance",
     "ring_graph",
     "senders_mean",
     "signs",

@@ -16,21 +16,27 @@ Reason = Literal["", "asked", "sum", "stripes", "merge", "sparse", "memory", "wi
 
 
 class Steps(NamedTuple):
-    """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end."""
+    """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end.
+
+    `but`: one in so many of them, the last, is left out, where it is not 0.
+    """
 
     first: int = 1
     period: int = 1
     last: int | None = None
+    but: int = 0
 
     def has(self, step: int) -> bool:
         """True if `step` is one of them."""
-        return (
-            self.first <= step and (step - self.first) % self.period == 0 and (self.last is None or step <= self.last)
-        )
+        number, rest = divmod(step - self.first, self.period)
+        if number < 0 or rest or (self.last is not None and step > self.last):
+            return False
+        return not self.but or (number + 1) % self.but != 0
 
     def every(self, period: int) -> Steps:
         """The last of `period` steps for each of these."""
-        return Steps(self.first * period, self.period * period, None if self.last is None else self.last * period)
+        last = None if self.last is None else self.last * period
+        return Steps(self.first * period, self.period * period, last, self.but)
 
     def until(self, step: int) -> Steps:
         """The part of them up to `step`."""
@@ -38,12 +44,31 @@ class Steps(NamedTuple):
 
     def after(self, step: int) -> Steps:
         """Steps counted from `step` on."""
-        return Steps(self.first + step, self.period, None if self.last is None else self.last + step)
+        return self._replace(first=self.first + step, last=None if self.last is None else self.last + step)
 
     def __str__(self) -> str:
         often = "every step" if self.period == 1 else f"every {self.period} steps"
         begin = "" if self.first == self.period else f", from step {self.first} on"
-        return f"{often}{begin}{'' if self.last is None else f', up to step {self.last}'}"
+        but = f" but one in {self.but}" if self.but else ""
+        return f"{often}{but}{begin}{'' if self.last is None else f', up to step {self.last}'}"
+
+
+def ever_rarer(repeats: int, *, longest: int | None = None, last: int | None = None) -> list[Steps]:
+    """Steps 1, 2, 4, … apart, `repeats` times each: up to `longest` apart, then always, or up to step `last`.
+
+    >>> [steps.period for steps in ever_rarer(16, last=100)], [str(steps) for steps in ever_rarer(3, longest=2)]
+    ([1, 2, 4], ['every step, up to step 3', 'every 2 steps, from step 5 on'])
+    """
+    found: list[Steps] = []
+    begin, interval = 0, 1
+    while last is None or begin < last:
+        end = begin + repeats * interval
+        found.append(Steps(begin + interval, interval, end if last is None else min(end, last)))
+        if interval == longest:
+            found[-1] = found[-1]._replace(last=None)
+            break
+        begin, interval = end, 2 * interval if longest is None else min(2 * interval, longest)
+    return found
 
 
 class Sent(NamedTuple):
@@ -115,6 +140,10 @@ class Cost(NamedTuple):
     def at(self, change: Callable[[Steps], Steps]) -> Cost:
         """The same on other steps."""
         return self._replace(exchanges=tuple(each._replace(steps=change(each.steps)) for each in self.exchanges))
+
+    def at_each(self, turns: Sequence[Steps]) -> Cost:
+        """The same on each of `turns`, where it is of every step; its memory once."""
+        return self._replace(exchanges=tuple(each._replace(steps=steps) for steps in turns for each in self.exchanges))
 
     def plus(self, other: Cost) -> Cost:
         """Both."""

@@ -60,6 +60,7 @@ from polytempo.strategies.terngrad import terngrad
 from polytempo.strategies.threshold_sgd import threshold_sgd
 from polytempo.strategies.top_k_sgd import top_k_sgd
 from polytempo.strategies.zero_bubble import zero_bubble
+from polytempo.strategies.zero_one_adam import zero_one_adam
 
 __all__ = [
     "adasum",
@@ -121,6 +122,7 @@ __all__ = [
     "threshold_sgd",
     "top_k_sgd",
     "zero_bubble",
+    "zero_one_adam",
 ]
 
 globals().update({name: typed(globals()[name]) for name in __all__})

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Cost, Port, State, Steps, Transform, identity, inside
+from polytempo.core.cost import ever_rarer
 from polytempo.core.transform import Applied, cost_of
 
 
@@ -41,6 +42,19 @@ def after(step: int, transform: Transform) -> Transform:
     return _timed(Timed(transform, after=step))
 
 
+def rarer(longest: int, repeats: int, transform: Transform, begin: int) -> Transform:
+    """`transform` on steps 1, 2, 4, … apart from step `begin` on, `repeats` times each, up to `longest` steps apart.
+
+    It acts in all of its own steps. Its state begins at the end of step `begin`, as with an anchor, which is then the
+    parameters of that step.
+    """
+    if longest < 1 or repeats < 1 or begin < 0:
+        raise ValueError(
+            f"steps apart, turns of each and the begin are 1, 1 and 0 or more; got {longest, repeats, begin}"
+        )
+    return _timed(Timed(transform, period=longest, after=begin, repeats=repeats))
+
+
 def has_turn(transform: Transform, state: State) -> bool:
     """False if `apply` would do nothing with this `state`, because it is the turn of other steps."""
     timed = transform.apply
@@ -70,6 +84,8 @@ class Timed:
     period: int = 1
     after: int = 0
     until: int | None = None
+    repeats: int | None = None
+    """See `rarer`: turns at each distance of 1, 2, 4, … steps up to `period`, with a state that begins at `after`."""
 
     def turns(self, steps: Steps) -> Steps:
         """The inner transform's `steps`, counted in steps of this one."""
@@ -77,12 +93,15 @@ class Timed:
         return steps if self.until is None else steps.until(self.until)
 
     @cached_property
-    def _own_turns(self) -> Steps:
-        return self.turns(Steps())
+    def own_turns(self) -> list[Steps]:
+        """Steps with a turn."""
+        if self.repeats is None:
+            return [self.turns(Steps())]
+        return [steps.after(self.after) for steps in ever_rarer(self.repeats, longest=self.period)]
 
     def has_turn(self, step: int) -> bool:
         """True if the inner transform acts at this step."""
-        return self._own_turns.has(step)
+        return any(steps.has(step) for steps in self.own_turns)
 
     def around(self, change: Callable[[Transform], Transform]) -> Transform:
         """`change(transform)` on the same steps."""
@@ -91,6 +110,8 @@ class Timed:
     async def __call__(self, port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
         out: Bundle | None = bundle
+        if self.repeats is not None and step == self.after:
+            inner = self.transform.init(bundle)
         if self.has_turn(step):
             out, inner = await self.transform.apply(port, bundle, inner)
         return out, PeriodState(step, inner)
@@ -113,7 +134,8 @@ def _timed(timed: Timed) -> Transform:
         return PeriodState(0, transform.init(parameters))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        return cost_of(transform, parameters, num_ranks).at(timed.turns)
+        found = cost_of(transform, parameters, num_ranks)
+        return found.at(timed.turns) if timed.repeats is None else found.at_each(timed.own_turns)
 
     beside = inside(transform.beside, lambda state: state.inner)
     return Transform(init, timed, transform.promises, cost, beside)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from polytempo.aggregation.mix import PushSumState
+from polytempo.aggregation.rare_variance import RareVarianceState
 from polytempo.collectives.on_islands import IslandState
 from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
@@ -30,7 +31,7 @@ def check_elastic(strategy: Strategy) -> None:
     found = {
         "under way": _has((DelayedState, OverlappedState, BehindState), states),
         "push-sum": _has(PushSumState, states),
-        "both transforms": _has(IslandState, states),
+        "both transforms": _has((IslandState, RareVarianceState), states),
         "partial period": not meets_at_once(strategy.parameters) and _has(PeriodState, states[1]),
     }
     refuse({"elastic", *(name for name, has in found.items() if has)}, strategy=strategy)

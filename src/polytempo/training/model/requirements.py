@@ -36,7 +36,7 @@ def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
     if momentum > 0 and own > 0:
         raise ValueError(
             f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its {name} "
-            f"{own:g} once more; use dgc(momentum=0), or an optimizer without momentum"
+            f"{own:g} once more; leave out one of them, as in dgc(momentum=0) or zero_one_adam(beta1=0)"
         )
 
 
