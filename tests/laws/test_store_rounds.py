@@ -221,6 +221,25 @@ def test_workers_left_out_of_the_last_round_end_too(lates: tuple[int, ...]) -> N
     assert crew.clock.now() < 500.0, "none has waited for timeout_s"
 
 
+def test_a_worker_left_out_goes_on_where_a_member_of_the_last_round_is_killed() -> None:
+    """No worker is the last one to leave, so after `timeout_s` a state serves that another one has left."""
+    work = loop("diloco(period=4)")
+
+    def dies(world: StoreWorld) -> object:
+        def leave() -> None:
+            raise Killed
+
+        world.leave = leave  # type: ignore[method-assign]
+        return work(world)
+
+    crew = crew_of(dies, work, paced(work, lambda number: 300.0 if number == 3 else 0.0))
+    killed, second, late = crew.run()
+    assert isinstance(killed, Killed)
+    assert not isinstance(second, BaseException), second
+    assert not isinstance(late, BaseException), late
+    assert counted(crew.objects) == ONCE
+
+
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_worker_left_out_goes_back_to_where_its_run_began(validates: bool) -> None:
     """Other shards, such as one for validation, keep their position."""

@@ -121,8 +121,10 @@ def test_the_start_outlives_faults_and_names_a_store_that_is_not_there(tmp_path:
             faulty = Faults(place, failing(2, what, lambda: OSError(503, "Slow Down")))
             store_of(faulty)[0].check_conditional()
     missing = Faults(MemoryObjects(), failing(10**9, "create", lambda: FileNotFoundError("no such bucket")))
+    store, clock = store_of(missing)
     with pytest.raises(StoreFailed, match=r"PT2906.*no such bucket"):
-        store_of(missing)[0].check_conditional()
+        store.check_conditional()
+    assert not clock.pauses, "it is named at once"
 
 
 def test_a_word_of_leaving_to_a_store_that_is_gone_is_no_error() -> None:

@@ -123,8 +123,11 @@ class ObjectStore:
         self.clock: StoreClock = SystemClock() if clock is None else clock
         self.requests = StoreRequests()
 
-    def create(self, name: str, content: bytes) -> bool:
-        """Put a new object; False where another content has the name. Idempotent: a lost answer does no harm."""
+    def create(self, name: str, content: bytes, *, final: tuple[type[Exception], ...] = _FINAL) -> bool:
+        """Put a new object; False where another content has the name. Idempotent: a lost answer does no harm.
+
+        `final`: errors that end it at once.
+        """
 
         def attempt() -> bool:
             self._count_put(content)
@@ -135,7 +138,7 @@ class ObjectStore:
                 return self._objects.get(name) == content
             return True
 
-        return self._tried("create", name, attempt)
+        return self._tried("create", name, attempt, final)
 
     def put(self, name: str, content: bytes) -> None:
         """Put an object, in place of another one."""
@@ -167,11 +170,12 @@ class ObjectStore:
     def check_conditional(self) -> None:
         """`Incompatible` (PT2902) for a place that lets two create one name, or cannot create at all.
 
-        `StoreFailed` (PT2906) where it does not answer. Cost: two puts, a get and a removal of an object of 16 bytes.
+        `StoreFailed` (PT2906) where it does not answer, and at once for a bucket that does not exist. Cost: two puts, a
+        get and a removal of an object of 16 bytes.
         """
         name, error = f"probe-{secrets.token_hex(8)}", "two workers have created one name"
         try:
-            self.create(name, b"first of creators")
+            self.create(name, b"first of creators", final=(*_FINAL, FileNotFoundError))
             is_kept = not self.create(name, b"other of creators")
             self.remove(name)
         except StoreFailed as failed:
@@ -185,13 +189,15 @@ class ObjectStore:
         self.requests.puts += 1
         self.requests.sent_bytes += len(content)
 
-    def _tried(self, what: str, name: str, attempt: Callable[[], T]) -> T:
+    def _tried(
+        self, what: str, name: str, attempt: Callable[[], T], final: tuple[type[Exception], ...] = _FINAL
+    ) -> T:
         """The answer of the first try that succeeds. Each filesystem has errors of its own, so all are tried again."""
         ends_s, pause_s = self.clock.now() + self._deadline_s, _FIRST_S
         while True:
             try:
                 return attempt()
-            except _FINAL as error:
+            except final as error:
                 self._fail(what, name, error)
             except Exception as error:
                 if self.clock.now() + pause_s > ends_s:

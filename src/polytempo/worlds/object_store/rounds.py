@@ -9,6 +9,7 @@
     RUN/00000012.0.1/decision              that this is the sum, or that a worker was lost and the round is tried again
     RUN/00000012.1.0/…                     the second attempt of round 12, among the workers left
     RUN/finished                           the name of the last state, and its round: no worker is left
+    RUN/left                               the same by a worker that has left while others were expected
 
 A merger waits for `wait_s`, then goes on with the present ones. A merger that is silent for so long is followed by the
 next one. With several mergers the first decision that is created counts: every worker reads the same one. A worker that
@@ -145,7 +146,7 @@ class StoreRounds:
         """Tell the others that this worker comes to no further round.
 
         The last worker keeps its state in the store, if it is `done`: a worker that the last round left out
-        goes on from it, alone.
+        goes on from it, alone. So does each one where a worker is left out, because others may be killed before.
         """
         if not self.begun or self.worker not in self.expected:
             return
@@ -154,22 +155,24 @@ class StoreRounds:
         self.store.create(f"{place}-{self.worker}", packed({}, self._about(kind="leaves")))
         others = [self.store.get(f"{place}-{worker}") for worker in self.expected if worker != self.worker]
         is_last = all(other is not None and other.about["kind"] == "leaves" for other in others)
-        if done and is_last and self.round >= 0:
+        if done and (is_last or len(self.expected) < self.workers) and self.round >= 0:
             token = secrets.token_hex(8)
             self.give(token, *self.state())
-            self.store.put("finished", packed({}, {"token": token, "round": self.round}))
+            self.store.put("finished" if is_last else "left", packed({}, {"token": token, "round": self.round}))
 
     # ------------------------------------------------------------------ joining
 
     def join(self) -> Admitted:
-        """Ask for the newest state until a worker gives it. `StoreFailed` (PT2907) after `timeout_s`."""
+        """Ask for the newest state until a worker gives it. After `timeout_s` take a state that one has left.
+
+        `StoreFailed` (PT2907) where there is none.
+        """
         store, looks = self.store, PatientLooks(self.store.clock)
         from_s = asked_s = store.clock.now()
         tokens: list[str] = []
         while True:
             now_s = store.clock.now()
-            if now_s - from_s > self.timeout_s:
-                self._fail("answers a request to join")
+            is_late = now_s - from_s > self.timeout_s
             if not tokens or now_s - asked_s > 4 * self.wait_s:
                 asked_s = now_s
                 tokens.append(secrets.token_hex(8))
@@ -178,15 +181,17 @@ class StoreRounds:
                 if (state := store.get(f"admitted/{token}")) is not None:
                     store.remove(f"joins/{self.worker}")
                     return self._admitted(state)
-            if (state := self._finished()) is not None:
+            if (state := self._finished("left" if is_late else "finished")) is not None:
                 store.remove(f"joins/{self.worker}")
                 admitted, self.expected = self._admitted(state), (self.worker,)
                 return admitted
+            if is_late:
+                self._fail("answers a request to join")
             looks.pause()
 
-    def _finished(self) -> StoredObject | None:
-        """The state that the last worker has left, unless another one has gone on from it."""
-        found = self.store.get("finished")
+    def _finished(self, name: str) -> StoredObject | None:
+        """The state that a worker has left under this name, unless another one has gone on from it."""
+        found = self.store.get(name)
         if found is None or self.store.get(f"{_place(found.about['round'] + 1, 0, 0)}/decision") is not None:
             return None
         return self.store.get(f"admitted/{found.about['token']}")
