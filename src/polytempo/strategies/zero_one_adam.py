@@ -29,7 +29,7 @@ def zero_one_adam(
 
     The optimizer's momentum is Adam's first moment: SGD's rate of 0.1 with a momentum of 0.9 is Adam's 0.001 with
     β₁ = 0.9, and while v stays the same but for the first steps' correction. For an optimizer without momentum take
-    `beta1=0.9, scale=0.01`. Both at once are refused: steps of a size that no gradient sets swing on through two
+    `beta1=0.9, scale=0.01`. Both together are refused: steps of a size that no gradient sets swing on through two
     momenta.
 
     Moments are corrected for their first steps. While all steps are exact it is torch's Adam at `scale` times the

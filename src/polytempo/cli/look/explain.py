@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polytempo.cli.look.bucket_round import bucket_lines, bucket_round
 from polytempo.cli.look.device_ways import as_data as device_ways_as_data
 from polytempo.cli.look.device_ways import device_lines, device_ways
 from polytempo.cli.look.look_options import ExplainOptions
@@ -69,16 +70,21 @@ def explain(asked: ExplainOptions) -> None:
         raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, asked.workers, model)
     times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster, asked.device)
+    bucket = bucket_round(made, model, asked.workers, asked.cluster) if asked.bucket else None
     ways = device_ways(asked.device)
     if asked.json:
         on_device = {} if ways is None else {"device": device_ways_as_data(ways, made, found)}
-        show_json(as_data(made, found) | {"model": asked.parameters or name} | on_device | (times or {}))
+        show_json(
+            as_data(made, found) | {"model": asked.parameters or name} | on_device | (bucket or {}) | (times or {})
+        )
         return
     model_name = f"a perceptron of {found.numel:,}" if asked.parameters else f"{name}: {found.numel:,}"
     who = "1 worker" if asked.workers == 1 else f"{asked.workers} workers"
     print(f"{made.name}, {who}")
     print(f"{model_name} parameters in {found.tensors} tensors, {size(found.parameter_bytes)}")
     last = [] if ways is None else [Section(f"on {ways.kind}", list(device_lines(ways, made, found)))]
+    if bucket is not None:
+        last.append(Section("a round in a bucket", list(bucket_lines(bucket["bucket"]))))
     for section in [*sections(made, found), *last]:
         print(f"\n{section.title}")
         print(*(f"  {line}" for line in section.lines), sep="\n")

@@ -163,6 +163,8 @@ class ExplainOptions:
     """Use a perceptron with P parameters instead: 6e6, 250k, 25M."""
     cluster: Annotated[str | None, Option(OPTIONS, "C", read=values.cluster, complete=cluster_names)] = None
     """Say also how long a step takes there: a file of `polytempo calibrate`, or 'ethernet(gbit_per_s=10)'."""
+    bucket: Annotated[bool, Option(OPTIONS)] = False
+    """Show also the cost of a round of workers that meet in an object store alone (`pt.join_bucket`)."""
     device: Device = "auto"
     json: Json = False
 

@@ -126,7 +126,7 @@ class ObjectStore:
     def create(self, name: str, content: bytes, *, final: tuple[type[Exception], ...] = _FINAL) -> bool:
         """Put a new object; False where another content has the name. Idempotent: a lost answer does no harm.
 
-        `final`: errors that end it at once.
+        `final`: errors that are not tried again.
         """
 
         def attempt() -> bool:
@@ -170,7 +170,7 @@ class ObjectStore:
     def check_conditional(self) -> None:
         """`Incompatible` (PT2902) for a place that lets two create one name, or cannot create at all.
 
-        `StoreFailed` (PT2906) where it does not answer, and at once for a bucket that does not exist. Cost: two puts, a
+        `StoreFailed` (PT2906) where it does not answer, and immediately for a bucket that does not exist. Cost: two puts, a
         get and a removal of an object of 16 bytes.
         """
         name, error = f"probe-{secrets.token_hex(8)}", "two workers have created one name"
@@ -189,9 +189,7 @@ class ObjectStore:
         self.requests.puts += 1
         self.requests.sent_bytes += len(content)
 
-    def _tried(
-        self, what: str, name: str, attempt: Callable[[], T], final: tuple[type[Exception], ...] = _FINAL
-    ) -> T:
+    def _tried(self, what: str, name: str, attempt: Callable[[], T], final: tuple[type[Exception], ...] = _FINAL) -> T:
         """The answer of the first try that succeeds. Each filesystem has errors of its own, so all are tried again."""
         ends_s, pause_s = self.clock.now() + self._deadline_s, _FIRST_S
         while True:

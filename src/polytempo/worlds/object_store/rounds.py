@@ -232,7 +232,7 @@ class StoreRounds:
         if len(op.members) == 1:
             return members_answers([op])[0]
         position = op.members.index(self.worker)
-        decision = self._decided(packed(_sent(op, self.worker), self._about(kind=op.kind)), op)
+        decision = self._decided(packed(sent_tensors(op, self.worker), self._about(kind=op.kind)), op)
         place = _place(self.round, self._attempt, self._number)
         self._number += 1
         match op:
@@ -409,7 +409,8 @@ def _place(number: int, attempt: int, operation: int) -> str:
     return f"{number:08d}.{attempt}.{operation}"
 
 
-def _sent(op: Collective[Any], worker: int) -> dict[str, Tensor]:
+def sent_tensors(op: Collective[Any], worker: int) -> dict[str, Tensor]:
+    """The tensors in a worker's part of an operation."""
     match op:
         case AllReduce(buffer) | ReduceScatter(buffer) | AllGather(buffer):
             return {"0": buffer}

@@ -99,11 +99,12 @@ def join_bucket(
     tried again for so long.
 
     Errors: ValueError for a number out of range; `Incompatible` (PT29xx) for a strategy that exchanges in every step,
-    and for a store without conditional puts; `StoreFailed` with the code PT2906 for a store that does not answer, such
-    as a missing bucket, and PT2907 where no worker does.
+    and for a store without conditional puts; `StoreFailed` with the code PT2906 for a store that does not answer, or
+    immediately for a missing bucket, and PT2907 where no worker does.
 
-    Cost of a round of k workers: 3 k + 3 puts, and gets by waiting; a worker sends its tensors once and receives the
-    sum once, and the merger receives the others' tensors.
+    Cost of a round of k workers by a mean: 3 k + 3 puts, and gets by waiting; a worker sends its tensors once and
+    receives the sum once, and the merger receives the others' tensors. `polytempo explain STRATEGY --bucket` counts
+    requests and bytes of any strategy.
     """
     if not 0 <= worker < workers:
         raise ValueError(f"worker is {worker} of {workers}; workers count from 0 to workers - 1")
