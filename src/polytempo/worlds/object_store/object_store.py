@@ -170,8 +170,8 @@ class ObjectStore:
     def check_conditional(self) -> None:
         """`Incompatible` (PT2902) for a place that lets two create one name, or cannot create at all.
 
-        `StoreFailed` (PT2906) where it does not answer, and immediately for a bucket that does not exist. Cost: two puts, a
-        get and a removal of an object of 16 bytes.
+        `StoreFailed` (PT2906) where it does not answer, and immediately for a bucket that does not exist. Cost: two
+        puts, a get and a removal of an object of 16 bytes.
         """
         name, error = f"probe-{secrets.token_hex(8)}", "two workers have created one name"
         try:
