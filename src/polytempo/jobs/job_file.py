@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,8 +156,6 @@ class _Parts:
 
     def reader(self, given: object) -> Callable[[Path | None], Data]:
         """A function of the path of --data, or of the file's own `path`, which is relative to the file."""
-        from polytempo.spec.job import Data  # imports torch
-
         name, arguments = self._call("data", given) if isinstance(given, dict) else (given, {})
         read, own = self._callable("data", name), self._beside(arguments.pop("path", None))
         test = self._beside(arguments.pop("test_path", None))
@@ -165,12 +164,13 @@ class _Parts:
             kept = {key: self.value(value) for key, value in arguments.items()}
             chosen = own if path is None else path
             answer = read(**kept) if chosen is None else read(chosen, **kept)
-            if test is not None:
-                return Data(answer, read(test, **kept))
-            if isinstance(answer, Data):
-                return answer
-            return Data(*answer) if isinstance(answer, tuple) else Data(answer)
+            return _as_data(answer if test is None else (answer, read(test, **kept)))
 
+        def unseen(path: Path) -> Data:
+            return _as_data(read(path, like=own, **{key: self.value(value) for key, value in arguments.items()}))
+
+        if own is not None and test is None and "like" in signature(read).parameters:
+            data.unseen = unseen  # type: ignore[attr-defined]
         return data
 
     def _beside(self, path: object) -> Any:
@@ -226,6 +226,14 @@ class _Call:
     def __call__(self, *given: Any, **more: Any) -> Any:
         kept = {key: self._value(value) for key, value in self._arguments.items()}
         return self._function(*given, **kept | more)
+
+
+def _as_data(answer: Any) -> Data:
+    from polytempo.spec.job import Data  # imports torch
+
+    if isinstance(answer, Data):
+        return answer
+    return Data(*answer) if isinstance(answer, tuple) else Data(answer)
 
 
 def _with_rate(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,53 +17,73 @@ from polytempo.data.readers import Split
 MAX_BYTES = 1 << 30
 MAX_CATEGORIES = 100
 TEST_FRACTION = 0.2
+_NO_CLASS = -100
 
 Column = list[list[float]]
 """One column of the table as the model's inputs: for each input its values, a row each."""
 
 
-def csv_regression(path: Path, target: str, seed: int = 0) -> Split:
+def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
     """The table in `path`: 80 % of its rows to train on, the rest to test with, drawn by `seed`.
 
     Inputs float32 (N, features), target float32 (N, 1). Columns of numbers and the target are less their mean, over
     their standard deviation; empty cells count as the median. A column with text has one input for each of its values,
     sorted: 1 where it is that value, else 0. Means, deviations and medians belong to the training rows. Errors name the
     file and the column or line.
+
+    `like`: the table that a model was trained on. Its rows are to train on, and give means, deviations, medians and
+    values of text; all rows of `path` are to test with, in their order. They may have the columns in another order, and
+    no target: it is NaN then.
     """
-    x, cells, train, test, where = _inputs(path, target, seed)
+    x, cells, train, test, where = _inputs(path, target, seed, like)
     y = _target(cells, train, where)
     return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
 
 
-def csv_classes(path: Path, target: str, seed: int = 0) -> Split:
-    """The table as in `csv_regression`; `target` has classes: int64 (N,), numbered in the order of names."""
-    x, cells, train, test, where = _inputs(path, target, seed)
-    classes = sorted(set(cells))
+def csv_classes(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+    """The table as in `csv_regression`; `target` has classes: int64 (N,), numbered in the order of names. Where a table
+    has no target, it is -100, which torch's losses leave out."""
+    x, cells, train, test, where = _inputs(path, target, seed, like)
+    known = cells if like is None else cells[: len(cells) - len(test)]
+    classes = sorted({cell for cell in known if cell is not None})
     if len(classes) > MAX_CATEGORIES or len(classes) < 2:
         raise ValueError(
             f"{where}: {len(classes)} different values; there may be 2 to {MAX_CATEGORIES} classes; for numbers use "
             "csv_regression"
         )
-    y = torch.tensor([classes.index(cell) for cell in cells])
+    if unknown := {cell for cell in cells if cell is not None and cell not in classes}:
+        raise ValueError(f"{where}: {min(unknown)!r} is not among the classes of {like}: {', '.join(classes)}")
+    y = torch.tensor([_NO_CLASS if cell is None else classes.index(cell) for cell in cells])
     return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
 
 
-def _inputs(path: Path, target: str, seed: int) -> tuple[Tensor, list[str], list[int], list[int], str]:
+def _inputs(
+    path: Path, target: str, seed: int, like: Path | None
+) -> tuple[Tensor, list[str | None], list[int], list[int], str]:
     """The inputs, the target's cells, the rows to train on and to test with, and the target's place."""
-    names, rows = read_table(path)
+    first = path if like is None else like
+    names, rows = read_table(first)
     if target not in names or len(names) < 2:
-        raise ValueError(f"{path} has no column {target!r} next to others; its columns are {', '.join(names)}")
-    order = permutation(len(rows), seed, 0).tolist()
+        raise ValueError(f"{first} has no column {target!r} next to others; its columns are {', '.join(names)}")
+    cells: list[str | None] = [row[names.index(target)] for row in rows]
+    order, seen = permutation(len(rows), seed, 0).tolist(), len(rows)
     train = order[: len(rows) - round(len(rows) * TEST_FRACTION)]
     test = order[len(train) :]
     if not test:
-        raise ValueError(f"{path} has {len(rows)} rows, too few to set some aside for testing")
+        raise ValueError(f"{first} has {len(rows)} rows, too few to set some aside for testing")
+    if like is not None:
+        own, more = read_table(path)
+        if missing := [name for name in names if name != target and name not in own]:
+            raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(own)}")
+        rows += [[row[own.index(name)] if name in own else "" for name in names] for row in more]
+        cells += [row[own.index(target)] if target in own else None for row in more]
+        test = list(range(seen, len(rows)))
     inputs: Column = []
     for place, name in enumerate(names):
         if name != target:
-            inputs += _column([row[place] for row in rows], train, f"{path}, column {name!r}")
+            inputs += _column([row[place] for row in rows], train, seen, f"{path}, column {name!r}")
     x = torch.tensor(inputs).T.contiguous()
-    return x, [row[names.index(target)] for row in rows], train, test, f"{path}, column {target!r}"
+    return x, cells, train, test, f"{path}, column {target!r}"
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -83,10 +103,16 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     return names, [[cell.strip() for cell in row] for _, row in rows]
 
 
-def _column(cells: list[str], train: list[int], where: str) -> Column:
+def _column(cells: list[str], train: list[int], seen: int, where: str) -> Column:
+    """The first `seen` cells give the column's kind."""
     numbers = [finite_number(cell) for cell in cells]
-    if any(number is None and cell for number, cell in zip(numbers, cells, strict=True)):
-        return _one_hot(cells, where)
+    texts = [row for row, (number, cell) in enumerate(zip(numbers, cells, strict=True)) if number is None and cell]
+    if texts and texts[0] < seen:
+        return _one_hot(cells, seen, where)
+    if texts:
+        raise ValueError(
+            f"{where}, row {texts[0] - seen + 1}: the model was trained on numbers, not {cells[texts[0]]!r}"
+        )
     known = [value for row in train if (value := numbers[row]) is not None]
     if not known:
         raise ValueError(f"{where}: every cell of the training rows is empty; remove the column")
@@ -94,8 +120,8 @@ def _column(cells: list[str], train: list[int], where: str) -> Column:
     return [_standardized([middle if number is None else number for number in numbers], train)]
 
 
-def _one_hot(cells: list[str], where: str) -> Column:
-    categories = sorted(set(cells))
+def _one_hot(cells: list[str], seen: int, where: str) -> Column:
+    categories = sorted(set(cells[:seen]))
     if len(categories) > MAX_CATEGORIES:
         example = next(cell for cell in cells if cell and finite_number(cell) is None)
         raise ValueError(
@@ -105,10 +131,10 @@ def _one_hot(cells: list[str], where: str) -> Column:
     return [[float(cell == category) for cell in cells] for category in categories]
 
 
-def _target(cells: list[str], train: list[int], where: str) -> Tensor:
+def _target(cells: list[str | None], train: list[int], where: str) -> Tensor:
     numbers: list[float] = []
     for row, cell in enumerate(cells, start=1):
-        number = finite_number(cell)
+        number = math.nan if cell is None else finite_number(cell)
         if number is None:
             raise ValueError(f"{where}, row {row}: the target must be a number, not {cell!r}")
         numbers.append(number)

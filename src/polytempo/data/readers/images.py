@@ -14,6 +14,7 @@ from polytempo.data.plan import permutation
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm"})
 TEST_FRACTION = 0.2
+_NO_CLASS = -100
 _TRAINING, _TESTING = ("train", "training"), ("test", "val", "validation")
 
 
@@ -36,13 +37,20 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1, label
 
 
-def images(path: Path, size: int = 64, seed: int = 0) -> tuple[Pictures, Pictures]:
+def images(path: Path, size: int = 64, seed: int = 0, *, like: Path | None = None) -> tuple[Pictures, Pictures]:
     """The pictures in `path`, a folder with a folder for each class, each scaled to `size` × `size`.
 
     Where `path` has folders train and test (or val), these have the classes; else 80 % of the pictures, drawn by
     `seed`, are to learn from. Classes are numbered in the order of their names. ValueError for a folder without
     pictures of two classes.
+
+    `like`: the folder that a model was trained on. Its pictures are to train on, and name the classes; all pictures in
+    `path` are to test with, of classes or, where `path` has no folder of a class, of an unknown one: -100, which
+    torch's losses leave out.
     """
+    if like is not None:
+        known = images(like, size, seed)[0]
+        return known, _unsplit(path, known.classes, size)
     training, testing = split_folders(path) if path.is_dir() else (path, None)
     if testing is not None:
         classes = _classes(training)
@@ -85,6 +93,17 @@ def pictures_of(path: Path, classes: list[str], size: int) -> Pictures:
     found = [name for name in classes if (path / name).is_dir()]
     files = [(file, classes.index(name)) for name in found for file in sorted((path / name).iterdir())]
     return Pictures([each for each in files if _is_picture(each[0])], classes, size)
+
+
+def _unsplit(path: Path, classes: list[str], size: int) -> Pictures:
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; name one with pictures, or with folders of pictures")
+    found = pictures_of(path, classes, size)
+    if not found.files:
+        found = Pictures([(file, _NO_CLASS) for file in sorted(path.iterdir()) if _is_picture(file)], classes, size)
+    if not found.files:
+        raise ValueError(f"{path} has no pictures, nor folders of {', '.join(classes)} with some")
+    return found
 
 
 def split_folders(path: Path) -> tuple[Path, Path | None]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from io import BytesIO
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,11 +48,18 @@ class TrainedModel(NamedTuple):
     saved: RunModel
 
     def score(self, data: Path | None = None, precision: Precision | None = None) -> Score:
-        """Loss and accuracy on the test set of the job's data at `data`, in this precision. ValueError without one."""
-        return Evaluation(self.job, self.model, self._tested(data), precision).score(tensors_of(self.model))
+        """Loss and accuracy on the test set of the job's data at `data`, in this precision. ValueError without one.
+
+        Where the job's `data` has a function `unseen`, as in a job file with a table or a folder of pictures, the test
+        set at `data` is all samples there, prepared as the training samples were.
+        """
+        tested = self._tested(data)
+        if data is not None and self._unseen is not None and _is_unknown(tested):
+            raise ValueError(f"{data} has no targets, so there is nothing to measure; `predict` writes the outputs")
+        return Evaluation(self.job, self.model, tested, precision).score(tensors_of(self.model))
 
     def outputs(self, data: Path | None = None) -> Tensor:
-        """The model's outputs (samples, …) for the test set of the job's data at `data`, in its order, on the host.
+        """The model's outputs (samples, …) for the test set of `score`, in its order, on the host.
 
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """
@@ -97,8 +105,13 @@ class TrainedModel(NamedTuple):
                     )
                 yield output.to(HOST)
 
+    @property
+    def _unseen(self) -> Callable[[Path], Data] | None:
+        return getattr(self.job.data, "unseen", None)
+
     def _tested(self, path: Path | None) -> Data:
-        data = data_of(self.job, path)
+        read = self._unseen
+        data: Data = data_of(self.job, path) if path is None or read is None else read(path)
         if data.test is None:
             raise ValueError(f"{who(self.job)} has no test set; let its data(path) return pt.Data(train, test)")
         return data
@@ -117,6 +130,12 @@ def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False,
     there = run_device(RunOptions(device=device), sync_sgd(), local=0)
     move_model(model, there)
     return TrainedModel(with_loss_on(job, there), model, saved)
+
+
+def _is_unknown(data: Data) -> bool:
+    """True if the test set is of a reader that found no targets: they are -100 or NaN."""
+    target = float(torch.as_tensor(data.test[0][1]))  # type: ignore[index]  # a table or a folder of pictures
+    return target == -100 or isnan(target)
 
 
 def write_outputs(outputs: Tensor, file: Place) -> None:

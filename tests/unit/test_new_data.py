@@ -1,0 +1,96 @@
+"""Data that a model of a job file has not seen: all samples are taken, prepared as the training samples were."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import polytempo as pt
+from polytempo.data.plan import permutation
+from polytempo.training.observe.trained_model import TrainedModel
+
+ROWS = [
+    {"size": str(n % 7 - 2), "colour": ("red", "blue")[n % 3 > 0], "kind": "ab"[n % 2], "price": str(n)}
+    for n in range(40)
+]
+JOB = """
+model = {{ {model} }}
+data = {{ call = "{reader}", path = "{path}"{more} }}
+loss = "{loss}"
+optimizer = "SGD"
+lr = 0.05
+batch_size = 8
+"""
+
+
+def table(path: Path, rows: list[dict[str, str]], columns: str = "size,colour,kind,price") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns.split(","), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def trained(folder: Path, **parts: Any) -> TrainedModel:
+    """The model of a job file after three steps."""
+    (folder / "job.toml").write_text(JOB.format(**{"more": "", "loss": "cross_entropy"} | parts))
+    job = pt.jobs.find(str(folder / "job.toml"))
+    pt.simulate(job, "sync_sgd", workers=1, steps=3, out=folder / "run", checkpoint_every=3)
+    made: TrainedModel = pt.training.trained_model(job, folder / "run")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reader", "target", "loss", "inputs", "outputs"),
+    [("csv_classes", "kind", "cross_entropy", 4, 2), ("csv_regression", "price", "mse_loss", 5, 1)],
+)
+def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
+    reader: str, target: str, loss: str, inputs: int, outputs: int, tmp_path: Path
+) -> None:
+    table(tmp_path / "table.csv", ROWS)
+    net = f'call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [4]'
+    model = trained(tmp_path, model=net, reader=reader, path="table.csv", more=f', target = "{target}"', loss=loss)
+    whole = model.outputs(table(tmp_path / "whole.csv", ROWS, "price,kind,size,colour"))
+    order = permutation(len(ROWS), 0, 0)
+    assert torch.equal(whole[order[32:]], model.outputs())
+    left = ",".join(name for name in ("colour", "price", "kind", "size") if name != target)
+    assert torch.equal(model.outputs(table(tmp_path / "few.csv", ROWS[:3], left)), whole[:3])
+    with pytest.raises(ValueError, match="no targets"):
+        model.score(tmp_path / "few.csv")
+    assert model.score(tmp_path / "whole.csv").loss > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        ({"size": "large"}, "size,colour,price", "row 1: the model was trained on numbers, not 'large'"),
+        ({}, "colour,price", "no column 'size'"),
+        ({"kind": "c"}, "size,colour,kind,price", "'c' is not among the classes of .*: a, b"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(row: dict[str, str], columns: str, said: str, tmp_path: Path) -> None:
+    known = table(tmp_path / "table.csv", ROWS)
+    with pytest.raises(ValueError, match=said):
+        pt.data.csv_classes(table(tmp_path / "new.csv", [ROWS[0] | row], columns), "kind", like=known)
+
+
+def test_pictures_need_no_classes(tmp_path: Path) -> None:
+    for number in range(10):
+        folder = tmp_path / "pets" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (20 * number, 200 * (number % 2), 0)).save(folder / f"{number}.png")
+    model = trained(
+        tmp_path, model='call = "convolutional", outputs = 2', reader="images", path="pets", more=", size = 16"
+    )
+    assert len(model.outputs(tmp_path / "pets")) == 10
+    assert torch.equal(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "pets")[5:])
+    with pytest.raises(ValueError, match="no targets"):
+        model.score(tmp_path / "pets" / "dog")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no pictures, nor folders of cat, dog"):
+        model.outputs(tmp_path / "empty")
