@@ -91,7 +91,12 @@ class Running:
         return [row["text"] for row in rows if row["kind"] == "text" and row["name"] == name]
 
 
-OTHER_MODELS = {"fed_coded": wide, "fed_bn": normed}
+def large() -> nn.Module:
+    """A model with codes of more bytes than itself and the room beside a message's tensors."""
+    return nn.Sequential(nn.Linear(4, 90_000), nn.Tanh(), nn.Linear(90_000, 3)).double()
+
+
+OTHER_MODELS = {"fed_coded(inner=fed_avg(": large, "fed_coded": wide, "fed_bn": normed}
 """Models by the beginning of a strategy's name."""
 
 
@@ -105,6 +110,7 @@ OTHER_MODELS = {"fed_coded": wide, "fed_bn": normed}
         fed.fed_robust(fed.fed_avg_m(5, 1, 4), median),
         fed.fed_coded(fed.fed_adam(3, 1, 4), int8(), qsgd(levels=127)),
         fed.fed_coded(fed.q_fed_avg(3, 2.0, 1, 4), top_k(0.1)),
+        fed.fed_coded(fed.fed_avg(2, 1, None), top_k(1.0), top_k(1.0)),
         fed.scaffold(3, 2, 4),
         fed.fed_coded(fed.scaffold(3, 2, 4), qsgd(levels=7)),
         fed.fed_rep(3, 1, 4),
@@ -116,7 +122,7 @@ def test_real_clients_end_with_the_bits_of_simulated_ones(strategy: Strategy, tm
     made = next((make for name, make in OTHER_MODELS.items() if str(strategy).startswith(name)), model)
     of = job(model=made)
     run = Running(tmp_path, strategy, of=of, steps=3)
-    joined = [run.join(client, state=tmp_path / f"state-{client}") for client in range(CLIENTS)]
+    joined = [run.join(client, state=tmp_path / "state") for client in range(CLIENTS)]
     assert run.end().parameters_sha256 == simulated(strategy, 3, job=of)["hash"]
     found = [each.result(LONG_S) for each in joined]
     assert [each.number for each in found] == list(range(CLIENTS))
@@ -225,6 +231,7 @@ INT8 = pt.compression.int8()
 CODED_LIES: dict[str, tuple[Lie, str]] = {
     "no code": (lambda r, m: truth(r, packed(m), first_loss=1.0), "0.weight is not a code of int8(block=256)"),
     "a short code": (lambda r, m: truth(r, coded(m, 400), first_loss=1.0), "not a code of int8(block=256)"),
+    "a negative loss": (lambda r, m: truth(r, coded(m), first_loss=-1.0), "its loss was -1 before"),
     "no loss": (lambda r, m: truth(r, coded(m)), "its loss was 0 before"),
     "a large loss": (lambda r, m: truth(r, coded(m), first_loss=1e300), "its loss was 1e+300 before"),
     "infinity": (lambda r, m: truth(r, coded(m), first_loss=torch.inf), "its loss is 1.0"),
@@ -236,9 +243,10 @@ def coded(model: dict[str, Tensor], most: int | None = None) -> bytes:
     return packed(model | {"0.weight": INT8.encode(torch.ones(300, 4, dtype=torch.float64))[0][:most]})
 
 
-def test_wrong_codes_and_losses_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("q", [0.5, 4.0])
+def test_wrong_codes_and_losses_are_refused_by_name(q: float, tmp_path: Path) -> None:
     """A client that says to have a large loss would rule the mean of `q_fed_avg`."""
-    inner = [fed.q_fed_avg(cohort, 2.0, 1, 4) for cohort in (1, 2)]
+    inner = [fed.q_fed_avg(cohort, q, 1, 4) for cohort in (1, 2)]
     one, two = (fed.fed_coded(each, INT8) for each in inner)
     run = Running(tmp_path, two, clients=2, of=job(model=wide), steps=len(CODED_LIES))
     run.join(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polytempo.core.errors import PolytempoError
 from polytempo.runs.clients.client_memory import MOST_STATES, ClientMemory
 from polytempo.training.federated.remote_rounds import NO_ROUND
 
@@ -30,8 +31,10 @@ def test_a_server_that_forgot_rounds_finds_an_earlier_state(folder: str | None, 
 
 
 def test_files_bring_the_states_to_the_next_process(tmp_path: Path) -> None:
-    ClientMemory(tmp_path / "state").put(3, state(3), NO_ROUND)
-    [path] = (tmp_path / "state").iterdir()
+    memory = ClientMemory(tmp_path / "state")
+    memory.put(3, state(3), NO_ROUND)
+    memory.close()
+    [path] = (tmp_path / "state").glob("round-*")
     assert path.stat().st_mode & 0o077 == 0
     again = ClientMemory(tmp_path / "state").after(3)
     assert again is not None
@@ -46,3 +49,25 @@ def test_the_state_that_the_server_counts_on_is_never_forgotten() -> None:
     for number in range(1, 3 * MOST_STATES):
         memory.put(number, state(number), 0)
     assert memory.after(0) is not None
+
+
+def test_rounds_that_the_server_has_forgotten_push_out_no_others(tmp_path: Path) -> None:
+    """Another run had the folder, with later rounds."""
+    before = ClientMemory(tmp_path)
+    for number in range(90, 100):
+        before.put(number, state(number), number - 1)
+    before.close()
+    (tmp_path / "round-x.safetensors").touch()
+    memory = ClientMemory(tmp_path)
+    for number in range(3):
+        memory.put(number, state(number), number - 1)
+    assert [memory.after(number) is not None for number in (0, 1, 2, 99)] == [True, True, True, False]
+    memory.close()
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    memory = ClientMemory(tmp_path)
+    with pytest.raises(PolytempoError, match="another process is the client"):
+        ClientMemory(tmp_path)
+    memory.close()
+    ClientMemory(tmp_path).close()

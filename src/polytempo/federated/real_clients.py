@@ -124,6 +124,7 @@ def join(
     set, `pt.Data` (its test set is scored in each round), or the path that the job's `data` reads. `server`: another
     address than the ticket's. `patience_s`: the longest time without the server. `state`: a folder for the tensors that
     this client keeps between rounds, such as its control variate or its head (None: in memory); it is made.
+    It has a folder for each client and run, with at most eight states; of `scaffold` each is a model, also in memory.
 
     Returns the client's number, the run's rounds, and the number of rounds that this process has trained in.
 

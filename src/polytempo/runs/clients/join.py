@@ -53,6 +53,8 @@ from polytempo.wire.channel import ChannelClient
 PATIENCE_S = 600.0
 _TICK_S = 0.2
 _FAREWELL_S = 2.0
+_MOST_MODELS = 8
+"""The size of a server's message: the model's code and a control variate."""
 
 
 class ClientPart(NamedTuple):
@@ -83,8 +85,7 @@ def join(
     import_module("torch._dynamo")  # optimizers need it: seconds here instead of in the first round
     with kept_random_states():
         tensors = tensors_of(model_of(job))
-    most_bytes = 2 * sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
-    memory = ClientMemory(None if state is None else Path(state))
+    most_bytes = _MOST_MODELS * sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
     address = ticket.server if server is None else url_of(server)
     channel: ChannelClient[ToClient, FromClient] = ChannelClient(
         address,
@@ -92,9 +93,14 @@ def join(
         ToClient,  # type: ignore[arg-type] # a union of types
         most_bytes=most_bytes,
     )
+    folder = None if state is None else Path(state) / digest(ticket.keys.client_public)
+    loop = None
     try:
-        return _ClientLoop(job, ticket.number, own, tensors, channel, patience_s, on_round, memory).stay()
+        loop = _ClientLoop(job, ticket.number, own, tensors, channel, patience_s, on_round, folder)
+        return loop.stay()
     finally:
+        if loop is not None:
+            loop.close()
         channel.close(_FAREWELL_S)
 
 
@@ -114,13 +120,14 @@ class _ClientLoop:
         channel: ChannelClient[ToClient, FromClient],
         patience_s: float,
         on_round: Callable[[int], None] | None,
-        memory: ClientMemory,
+        folder: Path | None,
     ) -> None:
         if not hasattr(data.train, "__len__"):
             raise ValueError("a client says how many samples it has; give a data set with a length, not a stream")
         self._job, self._number, self._data, self._channel = job, number, data, channel
         self._samples, self._layout = len(data.train), layout(tensors)
-        self._patience_s, self._on_round, self._memory = patience_s, on_round, memory
+        self._patience_s, self._on_round, self._folder = patience_s, on_round, folder
+        self._memory: ClientMemory | None = None
         self._passes: LocalPasses | None = None
         self._evaluation: Evaluation | None = None
         self._welcome: ClientWelcome | None = None
@@ -156,6 +163,11 @@ class _ClientLoop:
                 if message.hello:
                     self._hello()
 
+    def close(self) -> None:
+        """Let another process have the files of this client."""
+        if self._memory is not None:
+            self._memory.close()
+
     def _hello(self) -> None:
         self._channel.send(ClientHello(self._samples, self._layout))
 
@@ -169,6 +181,9 @@ class _ClientLoop:
         spec = RunSpec.of(replace(self._job, schedule=None), strategy, 1, options)
         assert strategy.rounds is not None
         self._rounds = strategy.rounds
+        self.close()
+        run = digest(f"{welcome.strategy} {welcome.seed} {self._layout}".encode())
+        self._memory = ClientMemory(None if self._folder is None else self._folder / run)
         self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
         self._welcome, self._number = welcome, welcome.number
         if self._data.test is not None and self._job.correct is not None:
@@ -206,6 +221,7 @@ class _ClientLoop:
             right, tested = self._evaluation.sums(scored, 0, 1)[2:4].tolist()
         turn = passes.turn(client, order.round, received, found, controls, state, order.rates)
         if turn.state:
+            assert self._memory is not None
             self._memory.put(order.round, turn.state, order.taken)
         codec, when = self._rounds.codec, when._replace(rank=self._number)
         moved = {passes.names[i]: turn.movement[i] for i in turn.used}
@@ -219,6 +235,7 @@ class _ClientLoop:
         assert self._rounds is not None
         if not passes.kept and not self._rounds.local.controls:
             return {}
+        assert self._memory is not None
         state = self._memory.after(order.taken)
         if state is not None:
             return state

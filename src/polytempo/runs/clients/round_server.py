@@ -97,19 +97,18 @@ class RoundServer:
         welcome: ClientWelcome,
         places: int,
         tensors: Mapping[str, Tensor],
-        models: int = 1,
+        most_bytes: int,
     ) -> None:
-        """`welcome`: the message to each client, which gets its number. `tensors`: the model's, by name. `models`:
-        the size of a client's message, in models."""
+        """`welcome`: the message to each client, which gets its number. `tensors`: the model's, by name. `most_bytes`:
+        the size of a client's tensors."""
         self._roster, self._rules, self._welcome, self._places = roster, rules, welcome, places
         self._layout = layout(tensors)
-        most_bytes = models * sum(each.numel() * each.element_size() for each in tensors.values()) + HEADROOM_BYTES
         self._channel: ChannelServer[FromClient, ToClient] = ChannelServer(
             address,
             roster.keys,
             FromClient,  # type: ignore[arg-type] # a union of types
             known=roster.known,
-            most_bytes=most_bytes,
+            most_bytes=most_bytes + HEADROOM_BYTES,
             high_water=_HIGH_WATER,
         )
         self.address = self._channel.address

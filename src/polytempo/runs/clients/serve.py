@@ -25,6 +25,7 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy, strategy_from
+from polytempo.training.federated.client_movements import most_wire_bytes
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import RemoteData
 from polytempo.training.job.evaluate import tensors_of
@@ -55,8 +56,11 @@ def serve(
     with kept_random_states():
         passes = LocalPasses(spec, rounds.local, torch.device("cpu"))
     welcome = ClientWelcome(0, str(strategy), spec.lr, spec.seed)
-    models = 2 if rounds.local.controls else 1
-    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors_of(passes.model), models)
+    tensors = tensors_of(passes.model)
+    most_bytes = sum(most_wire_bytes(each, rounds.codec) for each in tensors.values())
+    if rounds.local.controls:
+        most_bytes += sum(each.nbytes for each in tensors.values())
+    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors, most_bytes)
     try:
         own = replace(job, data=RemoteData(rounds.number, server, len(roster.members), test))
         trainer = Trainer(RunSpec.of(own, strategy, 1, options))

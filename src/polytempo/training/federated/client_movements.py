@@ -27,6 +27,13 @@ def to_wire(tensor: Tensor, codec: Codec, when: EncodeContext, name: str) -> Ten
     return codec.encode(tensor.contiguous(), None, when._replace(tensor=zlib.crc32(name.encode())))[0]
 
 
+def most_wire_bytes(like: Tensor, codec: Codec | None) -> int:
+    """Bytes of the answer of `to_wire` for such a tensor, or of the tensor, where it has more."""
+    if codec is None or like.numel() < EXACT_BELOW or not like.is_floating_point():
+        return like.nbytes
+    return max(like.nbytes, codec.wire_bytes(like))
+
+
 def from_wire(wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext, name: str) -> Tensor:
     """The tensor of a code from `to_wire`, shaped as `like`. ValueError for a code that no such tensor has."""
     if like.numel() < EXACT_BELOW:

@@ -97,14 +97,16 @@ class RemoteTurns(SlicedGradients):
         """The reason to refuse an answer for its weight."""
         if not self._rounds.local.fairness:
             return None
+        told = f"it says that its loss was {answer.first_loss:.3g} before"
+        if not answer.first_loss > 0:
+            return told
         most = torch.finfo(self._parameters[0].dtype).max ** 0.5
         try:
             weights = self._fair(answer, 1.0, list(answer.movement.values()))
-            largest = max(float(each.abs().max()) for each in answer.movement.values() if each.numel())
-            right = answer.first_loss > 0 and weights[0] > 0 and max(*weights, weights[0] * largest) < most
-        except OverflowError:
-            right = False
-        return None if right else f"it says that its loss was {answer.first_loss:.3g} before"
+        except ArithmeticError:
+            return told
+        largest = max(float(each.abs().max()) for each in answer.movement.values() if each.numel())
+        return None if weights[0] > 0 and max(*weights, weights[0] * largest) < most else told
 
     def _fair(self, answer: ClientAnswer, share: float, movement: list[Tensor]) -> tuple[float, float]:
         """The weight of an answer, and its part of the divisor of all."""
