@@ -109,6 +109,31 @@ def test_meetings_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(met) <= 2 + 2000 * MAX_COST / 0.3
 
 
+def test_a_pause_in_a_meeting_is_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program takes 7 ms of each meeting: there is one every three steps all the same."""
+    now, met = [1000.0], list[int]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    _, [_, watch, _] = watches(None, behind=True)
+
+    class Paused:
+        def do(self, job: Any) -> None:
+            now[0] += 0.007
+            job()
+
+        def close(self) -> None: ...
+
+    watch._thread = Paused()  # type: ignore[assignment]
+    monkeypatch.setattr(watch._meeting, "_board", None)
+    for step in range(1, 31):
+        before = now[0]
+        watch.after_step(step)
+        if now[0] > before:
+            met.append(step)
+        now[0] += 0.02
+    assert met == list(range(1, 31, EVERY))
+
+
 def test_batches_are_counted_and_scores_are_not() -> None:
     clock = StepClock(0)
     watch = PaceWatch(None, clock)

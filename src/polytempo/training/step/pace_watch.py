@@ -126,7 +126,7 @@ class PaceWatch:
         self._asked_s = self._clock.now_s()
 
     def _meet(self, meeting: PaceMeeting, step: int) -> None:
-        begin_s = time.perf_counter()
+        begin_s, began_s = time.perf_counter(), time.thread_time()
         puts = step >= self._due and begin_s >= self._paid_s
         if not puts and step != self._compare_at:
             return
@@ -137,7 +137,8 @@ class PaceWatch:
             self._thread = self._thread or Background("polytempo-pace", _nothing)
             meeting.busy = True
             self._thread.do(partial(meeting.meet, snapshot, step == self._compare_at, now_s))
-            spent_s, meeting.spent_s = meeting.spent_s + time.perf_counter() - begin_s, 0.0
+            own_s = time.thread_time() - began_s  # not the time that another program has the processor
+            spent_s, meeting.spent_s = meeting.spent_s + own_s, 0.0
             self._paid_s = max(self._paid_s, begin_s) + spent_s / MAX_COST
         else:
             meeting.meet(snapshot, step == self._compare_at, now_s)
