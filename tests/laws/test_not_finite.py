@@ -91,7 +91,18 @@ def test_a_slice_of_a_batch_is_looked_at_by_whoever_computes_it(row: Row) -> Non
 
 def encodes(row: Row) -> bool:
     """True if a codec of the strategy has no code for NaN; a plain cast has one."""
-    compressed = ("dgc", "int8_sgd", "one_bit_sgd", "power_sgd", "qsgd", "sign_sgd", "sparse_loco")
+    compressed = (
+        "demo",
+        "dgc",
+        "dion",
+        "distributed_lion",
+        "int8_sgd",
+        "one_bit_sgd",
+        "power_sgd",
+        "qsgd",
+        "sign_sgd",
+        "sparse_loco",
+    )
     compressed += ("terngrad", "threshold", "top_k", "zero_one_adam")
     return row.name.startswith(compressed) or "codec=feedback" in label(row)
 
