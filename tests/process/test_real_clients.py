@@ -248,12 +248,13 @@ def test_wrong_codes_and_losses_are_refused_by_name(q: float, tmp_path: Path) ->
     """A client that says to have a large loss would rule the mean of `q_fed_avg`."""
     inner = [fed.q_fed_avg(cohort, q, 1, 4) for cohort in (1, 2)]
     one, two = (fed.fed_coded(each, INT8) for each in inner)
-    run = Running(tmp_path, two, clients=2, of=job(model=wide), steps=len(CODED_LIES))
+    lies = {name: each for name, each in CODED_LIES.items() if q > 1 or name != "a large loss"}
+    run = Running(tmp_path, two, clients=2, of=job(model=wide), steps=len(lies))
     run.join(0)
-    liar = run.begin(lie, run.ticket(1), run.address, [each for each, _ in CODED_LIES.values()], wide)
-    assert run.end().parameters_sha256 == alone(0, len(CODED_LIES), one, model=wide)
+    liar = run.begin(lie, run.ticket(1), run.address, [each for each, _ in lies.values()], wide)
+    assert run.end().parameters_sha256 == alone(0, len(lies), one, model=wide)
     liar.result(LONG_S)
-    for text, (_, why) in zip(run.texts(), CODED_LIES.values(), strict=True):
+    for text, (_, why) in zip(run.texts(), lies.values(), strict=True):
         assert why in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_a_server_that_forgot_rounds_finds_an_earlier_state(folder: str | None, 
     found = memory.after(6)
     assert found is not None
     assert torch.equal(found["control/weight"], state(6)["control/weight"])
+    memory.close()
 
 
 def test_files_bring_the_states_to_the_next_process(tmp_path: Path) -> None:
@@ -36,7 +38,8 @@ def test_files_bring_the_states_to_the_next_process(tmp_path: Path) -> None:
     memory.close()
     [path] = (tmp_path / "state").glob("round-*")
     assert path.stat().st_mode & 0o077 == 0
-    again = ClientMemory(tmp_path / "state").after(3)
+    with closing(ClientMemory(tmp_path / "state")) as other:
+        again = other.after(3)
     assert again is not None
     assert torch.equal(again["control/weight"], state(3)["control/weight"])
     assert ClientMemory(None).after(3) is None
