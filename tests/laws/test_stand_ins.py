@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,8 +54,10 @@ def micro_batches(ranks: int) -> list[Micro]:
         found.append([batch[1] if shard.local_samples else None for batch, shard in zip(batches, shards, strict=True)])
 
 
-def plain(ranks: int, accumulate: int, gradient: Callable[[nn.Module, Sequence[Micro]], None]) -> list[float]:
-    net, micro = model(), micro_batches(ranks)
+def plain(
+    ranks: int, accumulate: int, gradient: Callable[[nn.Module, Sequence[Micro]], None], *, epochs: int = 1
+) -> list[float]:
+    net, micro = model(), epochs * micro_batches(ranks)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     for begin in range(0, len(micro), accumulate):
         gradient(net, micro[begin : begin + accumulate])
@@ -81,48 +84,70 @@ def own(rank: int, *, whole: bool = False) -> Callable[[nn.Module, Sequence[Micr
     return gradient
 
 
-def trained(world: ProcessWorld, strategy: str, accumulate: int, *, weighs: bool, views: bool) -> list[float]:
-    """`views`: the model gets inputs that no batch is recognised by."""
+def trained(world: ProcessWorld, case: Case) -> list[float]:
+    """The parameters after the loop of the case."""
     net = nn.Sequential(nn.Flatten(0, -2), model())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    handle = pt.attach(net, optimizer, strategy)
-    weight = (lambda batch: len(batch[1])) if weighs else None
-    batches = list(range(len(micro_batches(world.size))))
-    for number, (x, y) in zip(batches, pt.shard(stream(), batch_size=BATCH, weight=weight), strict=True):
-        last = number % accumulate == accumulate - 1 or number == batches[-1]
-        with nullcontext() if last else handle.no_sync():
-            output = net(x[None]) if views else net(x)
-            ((output.squeeze(1) - y.sin()) ** 2).mean().backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+    handle = pt.attach(net, optimizer, case.strategy)
+    for weight in case.weights:
+        losses: list[Tensor] = []
+        batches = list(range(len(micro_batches(world.size))))
+        for number, (x, y) in zip(batches, pt.shard(stream(), batch_size=BATCH, weight=weight), strict=True):
+            outputs = [net(each) for each in ([x] if case.passes == "one" else PASSES[case.passes](x))]
+            losses.append(sum(((output.squeeze(1) - y.sin()) ** 2).mean() for output in outputs) / len(outputs))  # type: ignore[arg-type]
+            last = number % case.accumulate == case.accumulate - 1 or number == batches[-1]
+            if case.passes != "deferred" or last:
+                with nullcontext() if last else handle.no_sync():
+                    sum(losses).backward()  # type: ignore[union-attr]
+                losses = []
+            if last:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
     found: list[float] = nn.utils.parameters_to_vector(net.parameters()).tolist()
     handle.detach()
     return found
 
 
+PASSES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "view": lambda x: [x[None]],  # no batch is recognised by it
+    "two": lambda x: [x, x[None]],
+    "deferred": lambda x: [x],  # one backward pass of all micro-batches
+}
+
+
+class Case(NamedTuple):
+    """A loop, with the weights of its epochs."""
+
+    strategy: str
+    accumulate: int
+    passes: str
+    weights: tuple[Callable[[Any], int] | None, ...] = (None,)
+
+
+def samples(batch: Any) -> int:
+    return len(batch[1])
+
+
+LOCAL = "local_sgd(period=100)"
+STRATEGIES = ("sync_sgd()", "top_k_sgd(ratio=1.0)", "shared_memory()", LOCAL)
 CASES = [
-    (strategy, accumulate, weighs, views)
-    for weighs in (False, True)  # a world in which a loop has weighed batches once weighs all
-    for strategy in ("sync_sgd()", "top_k_sgd(ratio=1.0)", "shared_memory()", "local_sgd(period=100)")
-    for accumulate in (1, 4)
-    for views in (False, True)
+    *(Case(each, number, way) for each in STRATEGIES for number in (1, 4) for way in ("one", "view", "two")),
+    Case(LOCAL, 4, "deferred"),
+    Case("sync_sgd()", 1, "one", (None, samples)),  # from here on all batches of the world weigh
+    *(Case(each, 4, way, (samples,)) for each in STRATEGIES for way in ("one", "view")),
 ]
 
 
-def expected(ranks: int, rank: int, strategy: str, accumulate: int, weighs: bool) -> list[float]:
-    if strategy.startswith("local"):
-        return plain(ranks, accumulate, own(rank, whole=weighs))
-    return plain(ranks, accumulate, mean if weighs else mean_of_means)
+def expected(ranks: int, rank: int, case: Case) -> list[float]:
+    weighs = case.weights == (samples,)
+    gradient = own(rank, whole=weighs) if case.strategy == LOCAL else mean if weighs else mean_of_means
+    return plain(ranks, case.accumulate, gradient, epochs=len(case.weights))
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_steps_gradient_is_the_joined_samples(ranks: int) -> None:
-    def work(world: ProcessWorld) -> list[list[float]]:
-        return [trained(world, strategy, n, weighs=weighs, views=views) for strategy, n, weighs, views in CASES]
-
-    for rank, found in enumerate(together(ranks, work)):
-        for (strategy, accumulate, weighs, views), parameters in zip(CASES, found, strict=True):
-            theirs = expected(ranks, rank, strategy, accumulate, weighs)
-            assert parameters == pytest.approx(theirs, abs=1e-12, rel=0), (rank, strategy, accumulate, weighs, views)
+    parameters = together(ranks, lambda world: [trained(world, case) for case in CASES])
+    for rank, found in enumerate(parameters):
+        for case, each in zip(CASES, found, strict=True):
+            assert each == pytest.approx(expected(ranks, rank, case), abs=1e-12, rel=0), (rank, case)

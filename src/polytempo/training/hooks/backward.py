@@ -177,7 +177,7 @@ class Backward:
         if self._scale is not None:
             self._agree_on_overflow(self._scale)
         self.exchanged, self.answered = True, any(answers)
-        self._members.accumulates = False
+        self._members.accumulates, self._members.exchanged = False, True
         self.num_exchanges += 1
         self._unsure = Promise.LINEAR not in self._replica.strategy.gradients.promises
         if self._replica.drift is not None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.collectives import tree
 from polytempo.core import Port, Promise
 from polytempo.core.calls.refusals import refuse
-from polytempo.training.hooks.step_weights import GradientFactor, StepWeights
+from polytempo.training.hooks.step_weights import GradientFactor, StepWeights, zero_output_gradients
 from polytempo.training.model.agree import share_of
 from polytempo.training.step.buffers import MemberWeight
 from polytempo.training.step.replica import Replica
@@ -29,13 +29,19 @@ class JoinMembership:
         self._world, self._data, self._replica, self._sums_at_step = world, data, replica, sums_at_step
         self._batch: Batch | None = None
         """The batch of the coming step, if its share is known."""
+        self._given: Batch | None = None
+        """The batch of the last forward pass."""
         self._recognised = False
-        """True if `_batch` is not only the last one that was yielded."""
+        """True if `_given` is not only the last one that was yielded."""
         self.stands_in: bool | None = None
         """True if all batches of the coming step stand in for samples; None before the first one."""
         self._counts: GradientFactor | None = None
         """0 while gradients of a batch that stands in are computed; made at the first such batch of `pt.shard`."""
+        self._waits = False
+        """True if a batch with samples was given to the model since the last backward pass."""
         self.joining = False
+        self.exchanged = False
+        """True if gradients of the present step have been exchanged."""
         self.accumulates = False
         """True while `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
         self._left = False
@@ -83,7 +89,8 @@ class JoinMembership:
 
     def begin_batch(self, share: float | None) -> None:
         """The coming step is made of a batch with this share."""
-        self._batch, self._recognised = Batch(share, [], frozenset(), ()), True
+        self._batch = self._given = Batch(share, [], frozenset(), ())
+        self._recognised = True
         self._note(share)
 
     def _note(self, share: float | None) -> None:
@@ -98,20 +105,28 @@ class JoinMembership:
         if self._world.shares.weighs:
             self._weigh(self._world.shares.given(inputs, named))
         elif self._data.size > 1:
-            before, found = self._batch, self._world.shares.of(inputs, named)
-            self._recognised = self._recognised or found is not None
-            self._batch = found or (before if self._recognised else self._world.shares.newest) or before
-            self._note(self._world.shares.last if self._batch is None else self._batch.share)
-            self._count(self._batch)
-            if not self.joining:
-                self._replica.weigh_layers(self.share)
-                if before is not None and self._batch is not None:
-                    if self._batch.share == 0 and (self.accumulates or self._sums_at_step):
-                        self._batch = before  # accumulated gradients count by its share
-                    self._reweigh(before.share, self._batch.share)
+            self._take(module, self._world.shares.of(inputs, named))
 
-    def _count(self, batch: Batch | None) -> None:
-        """Let coming gradients be 0 if their `batch` of `pt.shard` stands in for samples. A job's step zeroes its own.
+    def _take(self, module: nn.Module, found: Batch | None) -> None:
+        """The coming forward pass is of the batch `found`, or of the one before it, or of the last that was yielded."""
+        before, self._recognised = self._batch, self._recognised or found is not None
+        given = found or (self._given if self._recognised else self._world.shares.newest) or self._given
+        self._given = given
+        share = self._world.shares.last if given is None else given.share
+        self._note(share)
+        self._count(module, given)
+        if share != 0 or before is None or self.exchanged or self.joining:  # else earlier gradients keep their share
+            self._batch = given
+        if not self.joining:
+            self._replica.weigh_layers(share)
+            if before is not None and self._batch is not None:
+                self._reweigh(before.share, self._batch.share)
+
+    def _count(self, module: nn.Module, batch: Batch | None) -> None:
+        """Let gradients of a forward pass be 0 if its `batch` of `pt.shard` stands in for samples.
+
+        They are 0 at its output, and at the parameters unless another pass waits for the backward pass. A job's step
+        zeroes its own.
 
         Layers that ranks divide have all ranks' gradients, which shares weigh already.
         """
@@ -119,8 +134,13 @@ class JoinMembership:
         if stands_in and self._counts is None:
             trained, own = self._replica.trainable, self._replica.own
             self._counts = GradientFactor(each for name, each in trained.items() if name not in own)
+        if self._counts is not None and self._counts.used:
+            self._counts.used = self._waits = False
+        self._waits = self._waits or not stands_in
         if self._counts is not None:
-            self._counts.value = float(not stands_in)
+            self._counts.value = float(self._waits)
+        if stands_in:
+            zero_output_gradients(module)
 
     @property
     def hooks(self) -> list[RemovableHandle]:
@@ -142,6 +162,7 @@ class JoinMembership:
                     parameter.grad.mul_(before / after)
 
     def _weigh(self, batch: Batch | None) -> None:
+        self._count_all()  # a batch that stands in weighs 0
         if self.joining:
             refuse({"own loop", "join", "weight"})
         if self._replica.computes_together:
@@ -156,7 +177,13 @@ class JoinMembership:
         if self.weights is not None:
             self.weights.end_step()
             self._agreed_share = None
-        self._batch, self._recognised, self.accumulates, self.stands_in = None, False, False, None
+        self._batch = self._given = self.stands_in = None
+        self._recognised = self.accumulates = self.exchanged = self._waits = False
+        self._count_all()
+
+    def _count_all(self) -> None:
+        if self._counts is not None:
+            self._counts.value, self._counts.used = 1.0, False
 
     def agree_on_share(self) -> None:
         """Agree on the ranks' parts of the coming exchange, where they are not known: by the weights of their batches,

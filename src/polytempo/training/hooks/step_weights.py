@@ -9,12 +9,13 @@ batch    w     factor of its gradient   factor of `.grad` before      `.grad` af
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.worlds.process.shares import Batch
+from polytempo.worlds.process.shares import Batch, tensors_in
 
 
 class GradientFactor:
@@ -22,15 +23,31 @@ class GradientFactor:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.value = 1.0
+        self.used = False
+        """True once a gradient has come."""
         weakly = ref(self)  # torch keeps a parameter's hooks where the garbage collector does not look
 
         def scaled(gradient: Tensor) -> Tensor | None:
             factor = weakly()
+            if factor is not None:
+                factor.used = True
             if factor is None or factor.value == 1:
                 return None
             return gradient * factor.value if factor.value else torch.zeros_like(gradient)  # NaN times 0 is NaN
 
         self.hooks = [parameter.register_hook(scaled) for parameter in parameters if parameter.requires_grad]
+
+
+def zero_output_gradients(module: nn.Module) -> None:
+    """Let the gradients that the outputs of the coming call of a module receive be 0."""
+
+    def called(_: nn.Module, inputs: Any, output: Any) -> None:
+        handle.remove()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(torch.zeros_like)
+
+    handle = module.register_forward_hook(called)
 
 
 class StepWeights:

@@ -77,7 +77,7 @@ class Pass:
         while self._used > 1:
             self._batches.popleft()
             self._used -= 1
-        tensors = list(_tensors_in(batch))
+        tensors = list(tensors_in(batch))
         shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
         self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes, self.ranks, weight))
         self.share = share
@@ -152,7 +152,7 @@ class Shares:
         """
         if not self._passes:
             return None
-        tensors = list(_tensors_in(inputs))
+        tensors = list(tensors_in(inputs))
         ids = {id(tensor) for tensor in tensors}
         shapes = {tensor.shape for tensor in tensors if tensor.dim()}
         found = next((batch for each in self._passes if (batch := each.with_one_of(ids)) is not None), None)
@@ -171,10 +171,11 @@ class Shares:
         return next((each.last for each in self._passes if not each.ended), None)
 
 
-def _tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and mappings, to a depth of four."""
     if isinstance(tree, Tensor):
         yield tree
     elif depth < _DEEPEST:
         values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
         for value in values:
-            yield from _tensors_in(value, depth + 1)
+            yield from tensors_in(value, depth + 1)
