@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import polytempo as pt
 from laws.test_observation import TESTS, job
 from polytempo.engines.processes.worker import Result
-from polytempo.report.status.records import Logged, RunFinished, StreamRecord, TestRow, TrainRow, record_of
-from polytempo.report.status.rows import read_metrics
+from polytempo.report.status.records import ExchangeRow, Logged, RunFinished, StreamRecord, TestRow, TrainRow
+from polytempo.report.status.stream import stream
 from polytempo.trackers import TrackedRun, scalars, tracked
 from polytempo.worlds import ProcessWorld
 from process.crew import together
@@ -40,10 +40,9 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def points(folder: Path) -> Points:
     """The numbers in the rows of a run."""
     found: Points = {}
-    for row in read_metrics(folder):
-        record = record_of(row)
-        for name, value in {} if record is None else scalars(record).items():
-            assert isinstance(record, TrainRow | TestRow | Logged)
+    for record in stream(folder):
+        for name, value in scalars(record).items():
+            assert isinstance(record, TrainRow | TestRow | Logged | ExchangeRow)
             found.setdefault(name, {})[record.step] = value
     return found
 
