@@ -260,7 +260,7 @@ def test_wrong_codes_and_losses_are_refused_by_name(q: float, tmp_path: Path) ->
 
 def test_an_old_round_and_a_guest_that_was_not_drawn(tmp_path: Path) -> None:
     """A late answer counts for no other round."""
-    late = fed.RoundRules(there=2, deadline_s=4.0)
+    late = fed.RoundRules(there=2, deadline_s=8.0)
     run = Running(tmp_path, fed.fed_avg(2, 1, 4), clients=2, steps=2, rules=late)
     first: list[RoundOrder] = []
 

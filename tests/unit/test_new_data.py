@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def table(path: Path, rows: list[dict[str, str]], columns: str = "size,colour,ki
     return path
 
 
-def trained(folder: Path, **parts: Any) -> TrainedModel:
+def trained(folder: Path, data: Path | None = None, **parts: Any) -> TrainedModel:
     """The model of a job file after three steps."""
     (folder / "job.toml").write_text(JOB.format(**{"more": "", "loss": "cross_entropy"} | parts))
     job = pt.jobs.find(str(folder / "job.toml"))
-    pt.simulate(job, "sync_sgd", workers=1, steps=3, out=folder / "run", checkpoint_every=3)
+    pt.simulate(job, "sync_sgd", workers=1, steps=3, out=folder / "run", checkpoint_every=3, data=data)
     made: TrainedModel = pt.training.trained_model(job, folder / "run")
     return made
 
@@ -60,6 +61,9 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     assert torch.equal(whole[order[32:]], model.outputs())
     left = ",".join(name for name in ("colour", "price", "kind", "size") if name != target)
     assert torch.equal(model.outputs(table(tmp_path / "few.csv", ROWS[:3], left)), whole[:3])
+    assert torch.equal(
+        model.outputs(table(tmp_path / "empty.csv", [row | {target: ""} for row in ROWS[:3]])), whole[:3]
+    )
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "few.csv")
     assert model.score(tmp_path / "whole.csv").loss > 0
@@ -79,6 +83,19 @@ def test_a_table_that_does_not_fit_is_refused(row: dict[str, str], columns: str,
         pt.data.csv_classes(table(tmp_path / "new.csv", [ROWS[0] | row], columns), "kind", like=known)
 
 
+def test_a_run_with_data_of_its_own_prepares_others_as_these(tmp_path: Path) -> None:
+    """The job file names another table. The part of `own.csv` that was set aside is judged as it was in the run."""
+    table(tmp_path / "table.csv", [row | {"size": "900"} for row in ROWS])
+    own = table(tmp_path / "own.csv", ROWS)
+    parts = {"model": 'call = "perceptron", inputs = 4, outputs = 2, hidden = [4]', "reader": "csv_classes"}
+    model = trained(tmp_path, path="table.csv", more=', target = "kind"', data=own, **parts)
+    whole = model.outputs(table(tmp_path / "whole.csv", ROWS))
+    assert torch.equal(model.outputs(own), whole[permutation(len(ROWS), 0, 0)[32:]])
+    own.unlink()
+    with pytest.raises(ValueError, match=r"trained on .*own\.csv"):
+        model.outputs(tmp_path / "whole.csv")
+
+
 def test_pictures_need_no_classes(tmp_path: Path) -> None:
     for number in range(10):
         folder = tmp_path / "pets" / ("cat", "dog")[number % 2]
@@ -87,8 +104,10 @@ def test_pictures_need_no_classes(tmp_path: Path) -> None:
     model = trained(
         tmp_path, model='call = "convolutional", outputs = 2', reader="images", path="pets", more=", size = 16"
     )
-    assert len(model.outputs(tmp_path / "pets")) == 10
-    assert torch.equal(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "pets")[5:])
+    shutil.copytree(tmp_path / "pets", tmp_path / "more")
+    assert len(model.outputs(tmp_path / "more")) == 10
+    assert torch.equal(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "more")[5:])
+    assert torch.equal(model.outputs(tmp_path / "pets"), model.outputs())
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "pets" / "dog")
     (tmp_path / "empty").mkdir()

@@ -166,10 +166,13 @@ class _Parts:
             answer = read(**kept) if chosen is None else read(chosen, **kept)
             return _as_data(answer if test is None else (answer, read(test, **kept)))
 
-        def unseen(path: Path) -> Data:
-            return _as_data(read(path, like=own, **{key: self.value(value) for key, value in arguments.items()}))
+        def unseen(path: Path, trained_on: Path | None) -> Data:
+            like = own if trained_on is None else trained_on
+            if like is None or path.resolve() == like.resolve():
+                return data(path)
+            return _as_data(read(path, like=like, **{key: self.value(value) for key, value in arguments.items()}))
 
-        if own is not None and test is None and "like" in signature(read).parameters:
+        if test is None and "like" in signature(read).parameters:
             data.unseen = unseen  # type: ignore[attr-defined]
         return data
 

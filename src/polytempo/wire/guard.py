@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -85,6 +86,7 @@ class ConnectionGuard:
         poller = zmq.Poller()
         poller.register(self._questions, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        look_at_s = 0.0
         try:
             while True:
                 ready = dict(poller.poll(None if self._unfinished is None else round(1e3 * LOOK_S)))
@@ -92,8 +94,9 @@ class ConnectionGuard:
                     self._hear(parse_monitor_message(self._monitor.recv_multipart()))
                 if self._questions in ready:
                     self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
-                if self._unfinished is not None:
+                if self._unfinished is not None and time.monotonic() >= look_at_s:
                     self._unfinished.look()
+                    look_at_s = time.monotonic() + LOOK_S
         except zmq.ContextTerminated:
             pass
         finally:

@@ -60,8 +60,9 @@ def named(socket: zmq.Socket[bytes], most_bytes: int, most_parts: int) -> Named 
         return None
     name, descriptor = "", -1
     with suppress(zmq.ZMQError):  # it has no such property
-        descriptor = int(part.get(zmq.SRCFD))
         name = str(part.get("User-Id"))
+    with suppress(zmq.ZMQError, ValueError):  # not every libzmq tells it
+        descriptor = int(part.get(zmq.SRCFD))
     return Named(name, descriptor, _rest(socket, part, most_bytes, most_parts))
 
 

@@ -36,7 +36,7 @@ def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None 
     no target: it is NaN then.
     """
     x, cells, train, test, where = _inputs(path, target, seed, like)
-    y = _target(cells, train, where)
+    y = _target(cells, train, 0 if like is None else len(cells) - len(test), where)
     return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
 
 
@@ -76,7 +76,7 @@ def _inputs(
         if missing := [name for name in names if name != target and name not in own]:
             raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(own)}")
         rows += [[row[own.index(name)] if name in own else "" for name in names] for row in more]
-        cells += [row[own.index(target)] if target in own else None for row in more]
+        cells += [row[own.index(target)] or None if target in own else None for row in more]
         test = list(range(seen, len(rows)))
     inputs: Column = []
     for place, name in enumerate(names):
@@ -131,9 +131,10 @@ def _one_hot(cells: list[str], seen: int, where: str) -> Column:
     return [[float(cell == category) for cell in cells] for category in categories]
 
 
-def _target(cells: list[str | None], train: list[int], where: str) -> Tensor:
+def _target(cells: list[str | None], train: list[int], seen: int, where: str) -> Tensor:
+    """Rows of the table with `like` are the first `seen`."""
     numbers: list[float] = []
-    for row, cell in enumerate(cells, start=1):
+    for row, cell in enumerate(cells, start=1 - seen):
         number = math.nan if cell is None else finite_number(cell)
         if number is None:
             raise ValueError(f"{where}, row {row}: the target must be a number, not {cell!r}")

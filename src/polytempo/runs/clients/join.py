@@ -181,9 +181,11 @@ class _ClientLoop:
         spec = RunSpec.of(replace(self._job, schedule=None), strategy, 1, options)
         assert strategy.rounds is not None
         self._rounds = strategy.rounds
-        self.close()
-        run = digest(f"{welcome.strategy} {welcome.seed} {self._layout}".encode())
-        self._memory = ClientMemory(None if self._folder is None else self._folder / run)
+        known = self._welcome
+        if known is None or (welcome.strategy, welcome.seed) != (known.strategy, known.seed):  # else the run goes on
+            self.close()
+            run = digest(f"{welcome.strategy} {welcome.seed} {self._layout}".encode())
+            self._memory = ClientMemory(None if self._folder is None else self._folder / run)
         self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
         self._welcome, self._number = welcome, welcome.number
         if self._data.test is not None and self._job.correct is not None:

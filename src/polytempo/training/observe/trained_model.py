@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.device import HOST
+from polytempo.report.status.stream import ends_of
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, described, model_of, move_model, who
 from polytempo.spec.objective import output_of, pair_of
@@ -46,12 +47,15 @@ class TrainedModel(NamedTuple):
     job: Job
     model: nn.Module
     saved: RunModel
+    trained_on: Path | None = None
+    """The run's own --data, if it had one."""
 
     def score(self, data: Path | None = None, precision: Precision | None = None) -> Score:
         """Loss and accuracy on the test set of the job's data at `data`, in this precision. ValueError without one.
 
         Where the job's `data` has a function `unseen`, as in a job file with a table or a folder of pictures, the test
-        set at `data` is all samples there, prepared as the training samples were.
+        set at `data` is all samples there, prepared as the training samples were; of the training data it is the part
+        that was set aside.
         """
         tested = self._tested(data)
         if data is not None and self._unseen is not None and _is_unknown(tested):
@@ -106,12 +110,17 @@ class TrainedModel(NamedTuple):
                 yield output.to(HOST)
 
     @property
-    def _unseen(self) -> Callable[[Path], Data] | None:
+    def _unseen(self) -> Callable[[Path, Path | None], Data] | None:
         return getattr(self.job.data, "unseen", None)
 
     def _tested(self, path: Path | None) -> Data:
         read = self._unseen
-        data: Data = data_of(self.job, path) if path is None or read is None else read(path)
+        if path is not None and read is not None and self.trained_on is not None and not self.trained_on.exists():
+            raise ValueError(
+                f"the run was trained on {self.trained_on}, which is not there; {path} is prepared in the same way, "
+                "so begin in the folder in which the run began"
+            )
+        data: Data = data_of(self.job, path) if path is None or read is None else read(path, self.trained_on)
         if data.test is None:
             raise ValueError(f"{who(self.job)} has no test set; let its data(path) return pt.Data(train, test)")
         return data
@@ -129,13 +138,15 @@ def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False,
     saved = load_run_model(model, run, average=average)
     there = run_device(RunOptions(device=device), sync_sgd(), local=0)
     move_model(model, there)
-    return TrainedModel(with_loss_on(job, there), model, saved)
+    start, _ = ends_of(run_of(saved.folder))
+    given = None if start is None else start.settings.get("data")
+    return TrainedModel(with_loss_on(job, there), model, saved, None if given is None else Path(given))
 
 
 def _is_unknown(data: Data) -> bool:
     """True if the test set is of a reader that found no targets: they are -100 or NaN."""
-    target = float(torch.as_tensor(data.test[0][1]))  # type: ignore[index]  # a table or a folder of pictures
-    return target == -100 or isnan(target)
+    target = torch.as_tensor(data.test[0][1])  # type: ignore[index]  # a table or a folder of pictures
+    return target.numel() == 1 and (target.item() == -100 or isnan(target.item()))
 
 
 def write_outputs(outputs: Tensor, file: Place) -> None:
