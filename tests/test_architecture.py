@@ -23,7 +23,7 @@ BELOW_TRAINING = {
     *("membership", "partition", "diagnosis"),
 }
 STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log", "stream")}
-"""Writers of a run's stream."""
+"""Writers and the reader of a run's stream."""
 BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""
 

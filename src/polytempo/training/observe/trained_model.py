@@ -118,7 +118,7 @@ class TrainedModel(NamedTuple):
         if path is not None and read is not None and self.trained_on is not None and not self.trained_on.exists():
             raise ValueError(
                 f"the run was trained on {self.trained_on}, which is not there; {path} is prepared in the same way, "
-                "so begin in the folder in which the run began"
+                "so begin in the folder where the run began"
             )
         data: Data = data_of(self.job, path) if path is None or read is None else read(path, self.trained_on)
         if data.test is None:
