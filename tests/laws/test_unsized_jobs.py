@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import polytempo as pt
+from laws.catalogue import GROUPED, PARTED, ROWS, SERVED, STAGED, Row, label
 from polytempo.data.shard import DataShard
 from polytempo.data.streams.stream_pieces import RowsHeard
 
@@ -90,6 +91,32 @@ def test_each_sample_is_trained_on_once_an_epoch(kind: type[Stream], strategy: s
     assert set(counts) == {*range(SAMPLES)}
     assert min(counts.values()) == 2
     assert (result.epochs, result.samples, result.ledger) == (2.0, 2 * SAMPLES, None)
+
+
+def deep_model() -> nn.Module:
+    """Layers for four stages."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 1)).double()
+
+
+REFUSED = {"served": "need a length", "slices": "has no slices", "groups": "numbered samples"}
+
+
+@pytest.mark.parametrize("row", [*ROWS, *SERVED, *STAGED, *PARTED, *GROUPED], ids=label)
+def test_every_strategy_takes_a_stream_or_names_the_length_that_it_needs(row: Row) -> None:
+    """Ranks run out of samples 5 to 8 steps before the last one."""
+    seen: list[int] = []
+    strategy = row.make()
+    workers = 3 if row in (*ROWS, *SERVED) else 2 * strategy.stages if row in STAGED else 4
+    deep = replace(job(InParts, seen), model=deep_model)
+    needs = {"served": strategy.server is not None, "slices": strategy.slices is not None, "groups": row in GROUPED}
+    refused = next((REFUSED[name] for name, needed in needs.items() if needed), None)
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            pt.simulate(deep, strategy, workers=workers, epochs=1)
+        return
+    result = pt.simulate(deep, strategy, workers=workers, epochs=1, seed=1)
+    assert set(seen) == {*range(SAMPLES)}
+    assert (result.epochs, result.samples) == (1.0, SAMPLES)
 
 
 @pytest.mark.parametrize("kind", [Stream, InParts])
