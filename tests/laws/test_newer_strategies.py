@@ -348,7 +348,7 @@ def test_meetings_after_the_switch_come_ever_more_rarely_up_to_the_longest_inter
 def test_two_momenta_at_once_are_refused() -> None:
     """Each alone learns; together steps of a size that no gradient sets swing on, and digits stay below 0.9."""
     job = pt.jobs.find("digits")
-    with pytest.raises(ValueError, match="once more"):
+    with pytest.raises(ValueError, match=r"once more; use zero_one_adam\(beta1=0\)"):
         pt.simulate(job, s.zero_one_adam(beta1=0.9), workers=2, steps=1)
 
 

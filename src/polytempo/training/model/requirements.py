@@ -34,9 +34,10 @@ def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
     """
     name, own = max((_momentum_of(group) for group in optimizer.param_groups), key=lambda found: found[1])
     if momentum > 0 and own > 0:
+        without = "zero_one_adam(beta1=0)" if who.startswith("zero_one_adam") else "dgc(momentum=0)"
         raise ValueError(
             f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its {name} "
-            f"{own:g} once more; leave out one of them, as in dgc(momentum=0) or zero_one_adam(beta1=0)"
+            f"{own:g} once more; use {without}, or an optimizer without momentum"
         )
 
 
