@@ -18,6 +18,7 @@ from polytempo.engines.processes.command_process import ANSWER_FILE
 from polytempo.horovod import run
 from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
 from polytempo.horovod.launcher.settings import LaunchSettings
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -101,8 +102,9 @@ def horovodrun(folder: Path, source: str, *options: str) -> tuple[int, str, str]
     return done.returncode, done.stdout, done.stderr
 
 
-def still_runs(path: Path) -> bool:
-    return Path("/proc", path.read_text()).exists()
+def ended(path: Path) -> bool:
+    """True when the process is gone. A killed one is there until its new parent has taken its exit code."""
+    return soon(lambda: not Path("/proc", path.read_text()).exists())
 
 
 def test_ranks_of_several_hosts_meet_print_and_answer(
@@ -129,7 +131,7 @@ def test_the_first_that_fails_ends_the_others_and_its_status_is_the_commands(tmp
     assert code == 3, error
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:fusion {3 << 20}" for rank in range(2)]
     assert error.splitlines()[-1] == "error: rank 0 on localhost ended with exit code 3; the run has ended"
-    assert not still_runs(tmp_path / "pid-1")
+    assert ended(tmp_path / "pid-1")
 
 
 STAYS = FAILS.replace("signal.pause()", "[signal.pause() for _ in range(9)]").replace(
@@ -142,13 +144,13 @@ def test_an_unended_line_of_a_rank_that_has_to_be_killed_is_there(tmp_path: Path
     code, out, error = horovodrun(tmp_path, STAYS, "-np", "2", "--fusion-threshold-mb", "3")
     assert code == 3, error
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:fusion {3 << 20}" for rank in range(2)]
-    assert not still_runs(tmp_path / "pid-1")
+    assert ended(tmp_path / "pid-1")
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     code, _, error = horovodrun(tmp_path, INTERRUPTS, "-np", "2")
     assert (code, error.splitlines()[-1]) == (130, "interrupted"), error
-    assert not any(still_runs(tmp_path / f"pid-{rank}") for rank in range(2))
+    assert all(ended(tmp_path / f"pid-{rank}") for rank in range(2))
 
 
 def test_a_function_is_found_by_its_name_on_hosts_and_in_elastic_runs(
