@@ -1,6 +1,6 @@
 """Slow ranks on real processes: false alarms in quiet windows, and steps until one of four is named that slows down.
 
-`python benchmarks/slow_rank/main.py`. A step is 20 ms of a pretended device (a sleep) behind a small model, so four
+`python benchmarks/slow_rank/main.py`. A step is 50 ms of a pretended device (a sleep) behind a small model, so four
 ranks fit on two cores; `--compute` takes products of matrices instead, for machines with a core for each rank.
 """
 
@@ -24,7 +24,7 @@ from polytempo.diagnosis.slow_rank import SlowRank, SlowRankJudge
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 
-RANKS, STEP_S, SLOWER = 4, 0.020, 1.3
+RANKS, STEP_S, SLOWER = 4, 0.050, 1.3
 SLOW_FROM, STEPS_SLOW = 40, 80
 PROMISED = 20
 """Steps until the slow rank is named."""

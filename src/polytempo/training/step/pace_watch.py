@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 import msgspec
@@ -28,8 +29,9 @@ EVERY = 3
 """Steps between two snapshots, at least."""
 MAX_COST = 0.003
 """Bound on the part of the time that meetings take: a meeting of 0.1 ms is followed by 33 ms without one."""
-_MOST_BILLED_S = 0.005
-"""The first comparison loads functions of numpy, which takes longer."""
+_BILLED = 9
+"""A meeting is billed the median of so many last ones. To find a slow rank, or to look at the host, takes ten times
+as long, and the next snapshots, which bring the cause, must not wait for that."""
 _MOST_TOLD = 100
 _PATIENCE = 4
 """Windows that rank 0 waits for a cause."""
@@ -201,6 +203,8 @@ class PaceMeeting:
         """Slow ranks that were asked for the cause, the number of that request, and the windows since then."""
         self._requests, self._sample, self._slower = 0, HostSample(), 0.0
         self._cause: str | None = None
+        self._costs: deque[float] = deque(maxlen=_BILLED)
+        """Processor seconds of the last meetings."""
 
     def meet(self, snapshot: PaceSnapshot | None, compares: bool, now_s: float) -> None:
         """Compare all snapshots, then leave one; `now_s`: the program's time."""
@@ -210,12 +214,13 @@ class PaceMeeting:
             if board is not None and compares:
                 self._compare(board, now_s)
             if board is not None and snapshot is not None:
+                self._look_at_host(board)
                 named = {"who": self._who, "host": self._host, "requests": self._requests, "cause": self._cause}
                 board.put(self.rank, msgspec.structs.replace(snapshot, **named))
-                self._look_at_host(board)
         except (RuntimeError, OSError, ValueError):  # the process with the board is gone; the run's exchanges name it
             self._board = None
-        self.spent_s += min(_MOST_BILLED_S, time.thread_time() - begin_s)
+        self._costs.append(time.thread_time() - begin_s)
+        self.spent_s += median(self._costs)
         self.busy = False
 
     def _look_at_host(self, board: PaceBoard) -> None:
