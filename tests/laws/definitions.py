@@ -273,7 +273,7 @@ def one_bit_adam(num_steps: int, warmup: int, setting: Setting) -> list[Tensor]:
 
 
 def zero_one_adam(num_steps: int, setting: Setting) -> list[Tensor]:
-    """One worker, for whom nothing is encoded: a second moment of steps 1, 2, 4 and 6, and a mean with itself later."""
+    """One worker encodes nothing: its second moment is of steps 1, 2, 4 and 6, and later meetings change nothing."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     seconds = [torch.zeros_like(p) for p in net.parameters()]

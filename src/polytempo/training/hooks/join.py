@@ -32,7 +32,7 @@ class JoinMembership:
         self._given: Batch | None = None
         """The batch of the last forward pass."""
         self._recognised = False
-        """True if `_given` is not only the last one that was yielded."""
+        """True if an input of this step was recognised: `_given` is then more than the last batch that was yielded."""
         self.stands_in: bool | None = None
         """True if all batches of the coming step stand in for samples; None before the first one."""
         self._counts: GradientFactor | None = None

@@ -28,7 +28,7 @@ from polytempo.worlds.trace import OpTotals
 EVERY = 3
 """Steps between two snapshots, at least."""
 MAX_COST = 0.003
-"""Bound on the part of the time that meetings take: a meeting of 0.1 ms is followed by 33 ms without one."""
+"""Bound on the part of the time that the median meeting takes: a meeting of 0.1 ms is followed by 33 ms without one."""
 _BILLED = 9
 """A meeting is billed the median of so many last ones. To find a slow rank, or to look at the host, takes ten times
 as long, and the next snapshots, which bring the cause, must not wait for that."""
