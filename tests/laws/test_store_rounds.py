@@ -338,6 +338,41 @@ def test_faults_of_the_store_change_no_bit() -> None:
         assert torch.equal(found, expected)
 
 
+def test_a_slow_store_changes_no_bit() -> None:
+    """Each request takes up to two seconds, on the way there or back."""
+    strategy = "diloco(period=4)"
+    expected = crew_of(*[loop(strategy)] * WORKERS).run()[0][0]
+    crew = Crew(WORKERS, wait_s=300.0)
+    for worker in range(WORKERS):
+        random = torch.Generator().manual_seed(worker)
+
+        def slow(number: int, operation: str, name: str, random: torch.Generator = random) -> None:
+            crew.clock.sleep(float(torch.rand((), generator=random)))
+
+        crew.add(worker, loop(strategy), objects=Faults(crew.objects, slow))
+    for found, _ in crew.run():
+        assert torch.equal(found, expected)
+    assert crew.clock.now() > 50.0
+
+
+def test_objects_that_are_seen_late_lose_no_sample() -> None:
+    """A look finds no object for a second after its put. A worker may miss a round then; its samples are not lost."""
+    crew = Crew(WORKERS, wait_s=20.0)
+    seen_from: dict[str, float] = {}
+
+    def late(number: int, operation: str, name: str) -> None:
+        if operation == "lost create":
+            seen_from[name] = crew.clock.now() + 1.0
+        if operation == "get" and crew.clock.now() < seen_from.get(name, 0.0):
+            raise FileNotFoundError(name)
+
+    for worker in range(WORKERS):
+        crew.add(worker, loop("diloco(period=4)"), objects=Faults(crew.objects, late))
+    for answer in crew.run():
+        assert not isinstance(answer, BaseException), answer
+    assert counted(crew.objects) == ONCE
+
+
 def test_a_store_that_is_gone_ends_a_worker_by_a_code() -> None:
     def fault(number: int, operation: str, name: str) -> None:
         if number > 20:

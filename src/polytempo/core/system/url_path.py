@@ -216,12 +216,15 @@ def local_path(path: Place) -> Path:
     return path
 
 
-def filesystem(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL, and the path in it. ValueError where a package is missing, which it names."""
+def filesystem(url: str, **options: Any) -> tuple[Any, str]:
+    """The filesystem of a URL, and the path in it. ValueError where a package is missing, which it names.
+
+    `options`: of the filesystem's class.
+    """
     from fsspec.core import url_to_fs
 
     try:
-        fs, path = url_to_fs(url)
+        fs, path = url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         scheme = url.partition("://")[0]
         raise ValueError(

@@ -81,14 +81,19 @@ class FolderObjects:
 
 
 class FilesystemObjects:
-    """Objects below a URL, by fsspec. Listings are never read."""
+    """Objects below a URL, by fsspec. Listings are never read.
+
+    An object of S3 is read in one part, by one request: for reads of several parts s3fs asks for the size before, and
+    lists names where there is no object.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        filesystem(url)  # its errors are the argument's
+        self._options = {"max_concurrency": 1} if url.startswith(("s3://", "s3a://")) else {}
+        filesystem(url, **self._options)  # its errors are the argument's
 
     def _at(self, name: str) -> tuple[Any, str]:
-        fs, path = filesystem(f"{self._url}/{name}")
+        fs, path = filesystem(f"{self._url}/{name}", **self._options)
         fs.invalidate_cache()  # another worker may have written
         return fs, path
 
