@@ -286,6 +286,7 @@ WRAPPED: dict[str, Callable[[], Strategy]] = {
     "fed_bn": lambda: fed.fed_bn(4, batch_size=None),
     "fed_buff": lambda: fed.fed_buff(4, concurrency=4, batch_size=4),
     "fed_coded": lambda: fed.fed_coded(fed.scaffold(4, batch_size=4), int8(), qsgd(levels=127)),
+    "secure": lambda: fed.secure(fed.fed_adam(4, batch_size=4)),
     "fed_robust": lambda: fed.fed_robust(fed.fed_rep(4, batch_size=4), trimmed_mean(1)),
 }
 

@@ -153,6 +153,20 @@ class Privacy(NamedTuple):
     """The expected number of clients in a round. Each takes part with probability cohort / clients."""
 
 
+class SecureSum(NamedTuple):
+    """Sums of clients' movements as masked integers (`federated.secure`)."""
+
+    bits: Literal[32, 64]
+    fraction: int
+    """Bits behind the point."""
+    threshold: int | None
+    """Clients that must stay. None: two thirds of the sum's clients, and one."""
+
+    def least(self, clients: int) -> int:
+        """The clients that must stay of so many."""
+        return 2 * clients // 3 + 1 if self.threshold is None else self.threshold
+
+
 @dataclass(frozen=True)
 class InRounds(InSlices):
     """Meeting: each step is a round of `number` clients, drawn from many. They train from the same model.
@@ -174,6 +188,8 @@ class InRounds(InSlices):
     """The code of the model on its way to a client."""
     privacy: Privacy | None = None
     """Rounds that have it have at most `number` clients."""
+    secure: SecureSum | None = None
+    """The server has the sum of weighted movements alone."""
 
     @property
     def is_noisy(self) -> bool:

@@ -25,6 +25,7 @@ from polytempo.federated.strategies import (
     fed_yogi,
     q_fed_avg,
     scaffold,
+    secure,
 )
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "q_fed_avg",
     "revoke",
     "scaffold",
+    "secure",
     "secure_bytes",
     "secure_sum",
     "serve",

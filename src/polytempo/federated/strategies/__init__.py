@@ -15,6 +15,7 @@ from polytempo.federated.strategies.fed_robust import fed_robust
 from polytempo.federated.strategies.fed_yogi import fed_yogi
 from polytempo.federated.strategies.q_fed_avg import q_fed_avg
 from polytempo.federated.strategies.scaffold import scaffold
+from polytempo.federated.strategies.secure import secure
 
 __all__ = [
     "fed_adagrad",
@@ -31,6 +32,7 @@ __all__ = [
     "fed_yogi",
     "q_fed_avg",
     "scaffold",
+    "secure",
 ]
 
 globals().update({name: typed(globals()[name]) for name in __all__})

@@ -29,6 +29,9 @@ def fed_coded(inner: Strategy | None = None, codec: Codec | None = None, pull_co
     """
     inner = fed_avg() if inner is None else inner
     rounds = rounds_of(inner, "fed_coded")
+    if codec is not None and rounds.secure is not None:
+        reason = "codes of single movements do not add up under masks"
+        refuse({"secure sum", "single movements"}, strategy=inner, reason=reason)
     for each in (codec, pull_codec):
         if each is not None and each.facts.memory != "none":
             refuse({"coded rounds", "codec with memory"}, codec=each.facts.name)

@@ -33,6 +33,8 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
     rounds = rounds_of(inner, "fed_robust")
     check_merge(merge)
     local = rounds.local
+    if rounds.secure is not None:
+        refuse({"secure sum", "single movements"}, strategy=inner, reason="a merge compares single movements")
     if rounds.shares is not by_samples or local.fairness or local.controls or local.buffering:
         refuse({"robust rounds", "weighed clients"}, strategy=inner)
     return replace(

@@ -25,6 +25,7 @@ from polytempo.spec.text.catalogue import parse_partition, parse_sampling
 from polytempo.training.federated.client_movements import coded, fair_weights, merged_
 from polytempo.training.federated.client_states import CONTROL, ClientStates
 from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.movement_words import WordSums
 from polytempo.training.federated.remote_rounds import RemotePlaces
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.randomness import seed_step
@@ -117,6 +118,7 @@ class ClientTurns(SlicedGradients):
             layout = self._controls | self._kept
             server = self._controls | {name: each for past in self._past for name, each in past.items()}
             self._states = replica.clients = ClientStates(self._rounds.number, layout, server)
+        self._words = None if self._rounds.secure is None else WordSums(self._rounds, replica.trainable)
         self._models: dict[int, list[Tensor]] = {}
         self._movements: dict[int, list[Tensor]] = {}
         self._bottoms: dict[int, float] = {}
@@ -130,7 +132,7 @@ class ClientTurns(SlicedGradients):
         """Exchange sums beside the weighted movements: the same bits for any number of workers.
 
         Cost: for control variates the route's of `invariant`, for the model's parameters; for a merge a gather of all
-        clients' movements; for `fairness` 8 bytes a client.
+        clients' movements; for `fairness` 8 bytes a client; for secure sums a `tree` of the words.
         """
         cohort, trainable = self._rounds.number, self._replica.trainable
         for group in by_kind(dict(zip(self._controls, self._sums, strict=False))).values():
@@ -139,6 +141,11 @@ class ClientTurns(SlicedGradients):
             torch._foreach_add_([self._controls[name] for name in group], list(added.views.values()))
         if self._rounds.merge is not None:
             await merged_(port, trainable, self._movements, cohort, self._rounds.merge)
+        if self._words is not None:
+            found = await self._words.meet(port)
+            self._add_noise_(found)
+            for parameter, each in zip(trainable.values(), found, strict=True):
+                parameter.grad = each
         if self._local.fairness:
             bottoms = torch.zeros(cohort, dtype=torch.float64)
             for place, bottom in self._bottoms.items():
@@ -153,6 +160,8 @@ class ClientTurns(SlicedGradients):
         """
         self._passes.follow(self._replica.step)
         self._movements, self._bottoms, self._models = {}, {}, {}
+        if self._words is not None:
+            self._words.begin()
         if self._past:
             now = self._past[self._replica.step % len(self._past)]
             torch._foreach_copy_(list(now.values()), [p.detach() for p in self._parameters])
@@ -180,13 +189,19 @@ class ClientTurns(SlicedGradients):
         privacy = self._rounds.privacy
         if privacy is not None:
             clip_(movement, privacy.clip)
+        if self._words is not None:
+            self._words.add(movement, weight)
         torch._foreach_mul_(movement, weight)
-        if privacy is not None and piece.number == 0:
+        if self._words is None and piece.number == 0 and privacy is not None:
             used.update(range(len(movement)))
-            seed_step(self._seed, 0, self._replica.step, "noise of a round")
-            add_noise_(movement, privacy)
+            self._add_noise_(movement)
         loss = torch.stack(turn.losses).mean() if turn.losses else torch.zeros((), device=movement[0].device)
         return loss, movement + [each.mul_(client.weight) for each in turn.changes.values()]
+
+    def _add_noise_(self, movement: list[Tensor]) -> None:
+        if self._rounds.privacy is not None:
+            seed_step(self._seed, 0, self._replica.step, "noise of a round")
+            add_noise_(movement, self._rounds.privacy)
 
     def _model_of(self, age: int) -> list[Tensor]:
         """The server's model of `age` updates ago, as clients receive it."""
