@@ -40,7 +40,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,agent_program attach_join attach_lo
 	split split_by_places split_stage_runs split_stages store_workers stream_data sudden_death trackers url_runs validate warm_start_runs) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts completion examples plan_run predictions) \
-	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training parted_jobs \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training newer_claims parted_jobs \
 	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages slow_rank split_choice staleness_laws) \
 	$(patsubst %,tests/laws/test_%.py,loops_of_two plateau stand_ins) \
 	$(patsubst %,tests/unit/test_%.py,batch_growth calibration cli_sharpness geometric_growth reached readme sweeps tune_batch weight_average)

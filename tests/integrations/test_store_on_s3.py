@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import s3fs
 import torch
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -71,12 +72,11 @@ def server() -> Iterator[Faulty]:
     serving = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
     thread = threading.Thread(target=serving.serve_forever, daemon=True)
     thread.start()
+    s3fs.S3FileSystem.clear_instance_cache()  # of other settings
     with pytest.MonkeyPatch.context() as patched:
         for name, value in SETTINGS.items():
             patched.setenv(name, value)
         patched.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{serving.server_port}")
-        import s3fs
-
         s3fs.S3FileSystem().mkdir("runs")
         yield app
         s3fs.S3FileSystem.clear_instance_cache()

@@ -47,8 +47,9 @@ def delta(codec: Codec | None = None) -> Delta:
     length, with memory, or that draws.
 
     Source: "Understanding and exploiting weight update sparsity for communication-efficient distributed RL" (PULSE),
-    arXiv 2602.03839, 2026; L. Hu, R. Zhao et al., "SparseRL-Sync: Lossless weight synchronization with less
-    communication", 2026. Deviation: gaps of one byte for places, and no general compressor behind.
+    arXiv 2602.03839, 2026; L. Hu, R. Zhao et al., "SparseRL-Sync: Lossless weight synchronization with about
+    100 times less communication", arXiv 2605.07330, 2026. Deviation: gaps of one byte for places, and no general
+    compressor behind.
     """
     if codec is not None:
         check_codec(codec)
