@@ -91,6 +91,8 @@ ROWS = [
         alone="delayed",
         meets=lambda step: True,
     ),
+    Row("acco", s.acco, alone="acco", meets=lambda step: True),
+    Row("acco", lambda: s.acco(collectives.ring), alone="acco", meets=lambda step: True),
     Row("shared_memory", s.shared_memory, joined=True, meets=lambda step: True),
     *[Row("hogwild", lambda update=update: s.hogwild(update)) for update in ("free", "atomic", "locked", "in_turn")],
     Row("adasum", s.adasum, meets=lambda step: True),
@@ -123,6 +125,7 @@ ROWS = [
         lambda: s.dgc(ratio=0.2, momentum=0.0, clip=1.0, warmup_steps=8, exact_below=10),
         meets=lambda step: True,
     ),
+    Row("acco", lambda: s.acco(codec=feedback(bf16())), alone="acco", meets=lambda step: True),
     Row("demo", lambda: s.demo(0.2, exact_below=0), alone="signs", meets=lambda step: True),
     Row(
         "distributed_lion", lambda: s.distributed_lion(scale=0.01, exact_below=0), alone="lion", meets=lambda step: True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,27 @@ def delayed(num_steps: int, delay: int, setting: Setting) -> list[Tensor]:
             for parameter, gradient in zip(net.parameters(), late[step - delay], strict=True):
                 parameter.grad = gradient
             optimizer.step()
+        history.append(flat(net))
+    return history
+
+
+def acco(num_steps: int, setting: Setting) -> list[Tensor]:
+    """Even steps go by two gradients from before the odd step between them; the first step has no gradient yet."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    late: list[list[Tensor]] = []
+    before = deepcopy((net.state_dict(), optimizer.state_dict()))
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        late.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        if step % 2:
+            before = deepcopy((net.state_dict(), optimizer.state_dict()))
+            take_step(net, optimizer, late[step - 1])
+        elif step:
+            net.load_state_dict(before[0])
+            optimizer.load_state_dict(before[1])
+            take_step(net, optimizer, [a.lerp(b, 0.5) for a, b in zip(late[step - 2], late[step - 1], strict=True)])
         history.append(flat(net))
     return history
 

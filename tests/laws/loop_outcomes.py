@@ -16,6 +16,7 @@ from polytempo.worlds import ProcessWorld
 from process.crew import together
 
 NOT_LINEAR = {
+    "acco",
     "adasum(of=None)",
     "bf16_sgd",
     "delayed_sgd",
@@ -32,12 +33,15 @@ ONCE = "put no_sync() around all backward passes of a step but the last"
 STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
 SIGNUM = "sign_sgd(feedback=False, exact_below=0, momentum=0.9)"
 NO_MEAN = "use parameter_averaging(optimizer_state=False)"
+ONE_GRADIENT = "use an optimizer that makes a step of one gradient"
+ALOUD = ("acco", "delayed_sgd", "demo", "dion", "one_bit_adam", SIGNUM)
 REFUSED: dict[tuple[str, int], dict[str, str]] = {
-    ("accumulated_aloud", 1): {"delayed_sgd": ONCE, "demo": ONCE, "dion": ONCE, "one_bit_adam": ONCE, SIGNUM: ONCE},
+    ("accumulated_aloud", 1): dict.fromkeys(ALOUD, ONCE),
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
     ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
-    ("searched", 1): {STATEFUL: NO_MEAN, "des_loc": NO_MEAN},
+    ("searched", 1): {"acco": ONE_GRADIENT, STATEFUL: NO_MEAN, "des_loc": NO_MEAN},
     ("searched", 2): {
+        "acco": ONE_GRADIENT,
         STATEFUL: NO_MEAN,
         "des_loc": NO_MEAN,
         "shared_memory": "this optimizer is LBFGS; use sync_sgd()",

@@ -61,6 +61,7 @@ def final(job: Job, strategy: Strategy, *, batched: bool, workers: int = 4, **op
         s.gossip(overlap=True),
         s.slowmo(period=4, inner=s.gossip()),
         s.delayed_sgd(delay=3),
+        s.acco(),
         s.adasum(of="updates"),
         s.top_k_sgd(0.2, exact_below=0),
         s.dgc(ratio=0.2, momentum=0.0, exact_below=10),

@@ -73,6 +73,7 @@ REFUSED = {
     ),
     **dict.fromkeys(["pipelined_backprop", "synthetic_gradients", "zero_bubble"], "PT1203"),
     **dict.fromkeys(["split", "hybrid"], "PT1204"),
+    "acco": "PT1206",
     "co2": "PT1206",
     "codistillation": "PT1205",
     "des_loc": "PT1208",

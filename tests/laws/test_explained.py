@@ -19,7 +19,7 @@ from polytempo import strategies as s
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Bundle, Late, Op, Port, Strategy, Task, identity, is_idle, world_port
 from polytempo.core.op import Pull, Push, Start, Work
-from polytempo.core.state import settled
+from polytempo.core.state import ProvisionalState, settled
 from polytempo.spec.explanation import Explanation, explain
 from polytempo.worlds import Trace, VirtualWorld
 
@@ -46,7 +46,7 @@ SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
 BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
 ON_META = 3
 """So many ranks of each strategy compute without values."""
-LATE = {"co2", "delayed_sgd", "streaming_diloco"}
+LATE = {"acco", "co2", "delayed_sgd", "streaming_diloco"}
 """Their exchanges are under way while the next step begins, so they count in total only."""
 every_row = pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}: {label(row)}")
 
@@ -104,6 +104,8 @@ def counted(trace: Trace, step: int | None) -> tuple[int, int, int]:
 
 def tensors_of(state: Any) -> Iterator[Tensor]:
     """All that a state holds."""
+    if isinstance(state, ProvisionalState) and not state.coming:
+        yield from drawn(0).values()  # the parameters before the step: the replica keeps them
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Bundle):

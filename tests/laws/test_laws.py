@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laws.catalogue import GROUPED, HELPED, PARTED, ROUTES, ROWS, SERVED, STAGED, Row, label
 from laws.definitions import (
+    acco,
     co2,
     delayed,
     diloco,
@@ -63,6 +64,7 @@ def delayed_by_name(strategy: Strategy, setting: Setting) -> list[Tensor]:
 
 ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
     "torch": lambda strategy, setting: plain_torch(12, setting),
+    "acco": lambda strategy, setting: acco(12, setting),
     "co2": lambda strategy, setting: co2(12, setting),
     "delayed": delayed_by_name,
     "anchored": lambda strategy, setting: diloco(12, 4, 1.0, 0.0, setting),

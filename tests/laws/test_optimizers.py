@@ -49,6 +49,19 @@ def delayed(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return end_of(optimized, [None] * delay + [PLAIN] * (STEPS - delay))
 
 
+def acco(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """Every second step is undone before the next one, but the schedule goes on; the last one stays."""
+    weights = Weights()
+    optimizer = optimized.make(weights.parameters())
+    schedule = optimized.schedule(optimizer)
+    for step in range(STEPS):
+        if step % 2 == 0 or step == STEPS - 1:
+            optimizer.step()
+        schedule.step()
+        weights.clock.grad, weights.still.grad = (torch.tensor([slope], dtype=torch.float64) for slope in PLAIN)
+    return weights.ends()
+
+
 def diloco(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """Every five steps the outer optimizer moves on by lr (Δ + μv), v = μv + Δ; the inner one keeps its state."""
     anchor, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
@@ -168,6 +181,7 @@ def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
+    "acco": acco,
     "co2": co2,
     "delayed_sgd": delayed,
     "demo": demo,

@@ -23,6 +23,7 @@ s = pt.strategies
 all_gather = pt.compression.all_gather
 
 STRATEGIES: dict[str, tuple[Strategy, int]] = {
+    "acco": (s.acco(), 3),
     "adasum": (s.adasum(), 3),
     "delayed_sgd": (s.delayed_sgd(), 3),
     "co2": (s.co2(period=3), 6),

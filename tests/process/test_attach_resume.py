@@ -22,6 +22,7 @@ pytestmark = pytest.mark.process
 s = pt.strategies
 
 STRATEGIES = [
+    s.acco(),
     s.adasum(),
     s.delayed_sgd(delay=2),
     s.diloco(period=4),

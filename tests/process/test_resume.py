@@ -26,6 +26,7 @@ pytestmark = pytest.mark.process
 s = pt.strategies
 
 STRATEGIES: dict[str, list[Strategy]] = {
+    "acco": [s.acco()],
     "adasum": [s.adasum()],
     "delayed_sgd": [s.delayed_sgd(), s.delayed_sgd(delay=3)],
     "co2": [s.co2(period=4)],

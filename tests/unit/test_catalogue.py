@@ -145,7 +145,7 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
-    assert lines[-2].startswith("route=… takes wire routes in bf16_sgd, diloco, ")  # in two lines
+    assert lines[-2].startswith("route=… takes wire routes in acco, bf16_sgd, diloco, ")  # in two lines
 
 
 @pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))

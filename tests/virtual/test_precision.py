@@ -190,6 +190,7 @@ EXCHANGES = [
     pt.strategies.top_k_sgd(0.2, exact_below=0),
     pt.strategies.local_sgd(period=3),
     pt.strategies.delayed_sgd(delay=1),
+    pt.strategies.acco(),
 ]
 
 

@@ -45,6 +45,17 @@ class AnchorState(NamedTuple):
     inner: Any
 
 
+class ProvisionalState(NamedTuple):
+    """The state of a transform of gradients that makes provisional steps, around its own `inner` state.
+
+    `coming`: the optimizer's step by the next answer is provisional. The next gradient is computed at its parameters,
+    and the step after it goes from before it, parameters and the optimizer's state alike.
+    """
+
+    coming: bool
+    inner: Any
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of residuals and sums: float32 for 16-bit dtypes, because these lose small numbers in sums.
 
@@ -190,6 +201,16 @@ def saved(state: Any, path: str) -> Saved:
     """The leaves of a settled `state`, each named `path/…`."""
     found = Saved({}, {})
     _collect(state, path, found)
+    return found
+
+
+def saved_states(states: Sequence[tuple[str, Any]], step: int) -> Saved:
+    """States after `step`, settled, each with its path, as leaves by path."""
+    found = Saved({}, {"step": step})
+    for path, state in states:
+        tensors, scalars = saved(state, path)
+        found.tensors.update(tensors)
+        found.scalars.update(scalars)
     return found
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core.arithmetic.merge import Merge
+from polytempo.core.bundle import Bundle
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Service
+from polytempo.core.state import ProvisionalState, nodes
 from polytempo.core.transform import Transform, identity
 
 Turn = Literal["together", "free", "atomic", "locked", "in_turn"]
@@ -346,5 +348,10 @@ def checked_inner(strategy: Strategy, who: str) -> Strategy:
         raise ValueError(
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "
             "works by another way; give one such as sync_sgd(), top_k_sgd(), local_sgd() or gossip()"
+        )
+    if any(True for _ in nodes(strategy.gradients.init(Bundle({"w": torch.zeros(1)})), ProvisionalState)):
+        raise ValueError(
+            f"{who} exchanges parameters, and {strategy} undoes every second step, with all that came behind it; give "
+            "an inner strategy such as sync_sgd()"
         )
     return strategy

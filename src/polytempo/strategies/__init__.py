@@ -1,6 +1,7 @@
 """The recipes that people ask for by name: each a few lines over the axes, with the paper that it comes from."""
 
 from polytempo.core.calls.typed_arguments import typed
+from polytempo.strategies.acco import acco
 from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_diloco import async_diloco
 from polytempo.strategies.async_sgd import async_sgd
@@ -63,6 +64,7 @@ from polytempo.strategies.zero_bubble import zero_bubble
 from polytempo.strategies.zero_one_adam import zero_one_adam
 
 __all__ = [
+    "acco",
     "adasum",
     "async_diloco",
     "async_sgd",

@@ -82,7 +82,7 @@ class StepHooks:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._copy is not None:
             return self._step_together(self._copy, args, closure)
-        if self._replica.exchanges_parameters:
+        if self._replica.exchanges_parameters or self._replica.provisional is not None:
             self._loaded.honour(self._world, self._ports.data)
         if closure is None:
             self._complete()
@@ -120,6 +120,8 @@ class StepHooks:
             self._complete()
             if self._replica.exchanges_parameters and self._replica.strategy.carries_optimizer:
                 self._replica.begin_states()
+            if self._replica.provisional is not None:
+                self._replica.provisional.before_update()
             searches = isinstance(self._replica.optimizer, LBFGS)  # by the loss, which must be the same on all ranks
             return self._mean(loss) if searches and self._backward.answered and self._ports.data.size > 1 else loss
 
@@ -208,6 +210,8 @@ class Loaded:
         """A hash of the parameters before the first load since the last step."""
         self._began = False
         self.hooks: list[RemovableHandle] = []
+        if replica.provisional is not None:
+            replica.provisional.changed = self._changed
         before, after = WeakHook(self._before_load), WeakHook(self._after_load)
         for module in replica.model.modules():
             self.hooks.append(module.register_load_state_dict_pre_hook(before))
@@ -221,9 +225,13 @@ class Loaded:
         return digest.digest()
 
     def _before_load(self, *_: Any) -> None:
-        parameters = self._replica.parameters
-        if self._before is None and parameters is not None and any(True for _ in anchors(tuple(parameters.states))):
+        parameters, provisional = self._replica.parameters, self._replica.provisional
+        anchored = parameters is not None and any(True for _ in anchors(tuple(parameters.states)))
+        if self._before is None and (anchored or (provisional is not None and provisional.origin is not None)):
             self._before = self._fingerprint()
+
+    def _changed(self) -> bool:
+        return not self._replica.restored and self._before is not None and self._before != self._fingerprint()
 
     def _after_load(self, *_: Any) -> None:
         now = {id(parameter) for parameter in self._replica.model.parameters()}

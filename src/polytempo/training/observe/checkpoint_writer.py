@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import Mesh, NotFinite, Port, Work
-from polytempo.core.state import Late, Saved, Scalar, copied, settled
+from polytempo.core.state import Late, Saved, Scalar, copied, saved_states, settled
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.records import CheckpointSaved, row_of
@@ -23,7 +23,6 @@ from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.step.guard import MODEL, check_saved
-from polytempo.training.step.replica import saved_states
 
 
 async def save(port: Port, context: TrainingContext, root: Place) -> bool:

@@ -24,7 +24,7 @@ from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, Promise, State, Strategy, averaging, identity, is_idle, native
 from polytempo.core.bundle import by_kind
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.core.state import Saved, restored, saved_states, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.synchronization.every import has_turn
@@ -38,6 +38,7 @@ from polytempo.training.model.parted_parameters import (
     own_parameters,
     shared_elsewhere,
 )
+from polytempo.training.model.provisional_step import ProvisionalStep, makes_provisional
 from polytempo.training.model.requirements import fitted
 from polytempo.training.model.trainable_parameters import sparse_tables, trainable
 from polytempo.training.precision.masters import Masters
@@ -118,6 +119,11 @@ class Replica:
         self._stateless: set[int] = set()
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
+        self.provisional: ProvisionalStep | None = None
+        """Undoes steps, where the strategy makes provisional ones."""
+        if makes_provisional(state := lambda: tuple(bucket.state for bucket in self.buckets[:1])):
+            self.provisional = ProvisionalStep(strategy, optimizer, self.trainable, state, self.in_float32)
+            self.hooks.append(self.provisional.hook)
 
     @property
     def computes_together(self) -> bool:
@@ -282,6 +288,8 @@ class Replica:
         """
         self.step += 1
         self.restored = False
+        if self.provisional is not None:
+            self.provisional.after_step()
         left_out = self.masters is not None and self.masters.left_out
         committed = [] if left_out else [bucket.commit() for bucket in self.buckets]
         applied = self._applied or (self._tentative if any(committed) else None)
@@ -401,6 +409,7 @@ class Replica:
     def states(self) -> list[tuple[str, State]]:
         """The strategy's states, each with its path in a checkpoint."""
         gradients: list[tuple[str, State]] = [("gradients", bucket.state) for bucket in self.buckets]
+        gradients += [] if self.provisional is None else self.provisional.named_states()
         return gradients if self.parameters is None else gradients + self.parameters.named_states()
 
     def restore(self, source: Saved, residual_sources: Sequence[Saved] | None = None) -> None:
@@ -416,19 +425,11 @@ class Replica:
                 bucket.begin(restored(state, source, "gradients", layout, residual_sources) if held else state)
         if self.parameters is not None:
             self.parameters.restore(source, residual_sources)
+        if self.provisional is not None:
+            self.provisional.restore(source)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True
-
-
-def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
-    """The result of `Replica.states` after `step`, settled, as leaves by path."""
-    found = Saved({}, {"step": step})
-    for path, state in states:
-        tensors, scalars = saved(state, path)
-        found.tensors.update(tensors)
-        found.scalars.update(scalars)
-    return found
 
 
 class ExchangeListener(Protocol):

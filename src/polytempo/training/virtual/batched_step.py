@@ -47,7 +47,7 @@ class BatchedReplicas:
         """The steps of `worker`, as `priced_step` makes them."""
         self._gradients.watch(worker, replica)
         fills = replica.exchanges_parameters and replica.strategy.carries_optimizer
-        for hook in replica.hooks:  # which fills the gradients
+        for hook in replica.hooks if fills else ():  # which fills the gradients
             hook.remove()
 
         def update() -> None:
