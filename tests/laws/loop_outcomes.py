@@ -38,7 +38,8 @@ ALOUD = ("acco", "delayed_sgd", "demo", "dion", "one_bit_adam", SIGNUM)
 REFUSED: dict[tuple[str, int], dict[str, str]] = {
     ("accumulated_aloud", 1): dict.fromkeys(ALOUD, ONCE),
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
-    ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
+    ("closure_called_twice", 1): {"acco": ONE_GRADIENT},
+    ("closure_called_twice", 2): {"acco": ONE_GRADIENT, "shared_memory": "this optimizer is Twice; use sync_sgd()"},
     ("searched", 1): {"acco": ONE_GRADIENT, STATEFUL: NO_MEAN, "des_loc": NO_MEAN},
     ("searched", 2): {
         "acco": ONE_GRADIENT,

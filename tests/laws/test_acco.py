@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import polytempo as pt
 from laws.harness import HOST
 from polytempo import strategies as s
 from polytempo.aggregation import mean
@@ -119,3 +120,33 @@ def test_refusals() -> None:
     for outer in (s.slowmo, s.codistillation):
         with pytest.raises(ValueError, match="undoes every second step"):
             outer(inner=s.acco())
+
+
+def loop_of_three(meanwhile: Callable[[nn.Module], None]) -> float:
+    """A weight after three steps by a slope of 1; `meanwhile` is called after the second one, which is provisional."""
+    net = weights()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = pt.attach(net, optimizer, s.acco())
+    for step in range(3):
+        optimizer.zero_grad()
+        net.weight.sum().backward()
+        optimizer.step()
+        if step == 1:
+            assert net.weight[0, 0].item() == pytest.approx(0.9)
+            meanwhile(net)
+    handle.detach()
+    return float(net.weight.detach()[0, 0])
+
+
+def test_loaded_parameters_are_not_undone() -> None:
+    """Others that a loop evaluates for a while, as an average's, change nothing."""
+    other = {"weight": torch.full((1, 3), 5.0, dtype=torch.float64)}
+
+    def there_and_back(net: nn.Module) -> None:
+        own = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        net.load_state_dict(other)
+        net.load_state_dict(own)
+
+    assert loop_of_three(lambda net: None) == pytest.approx(0.9)
+    assert loop_of_three(there_and_back) == pytest.approx(0.9)
+    assert loop_of_three(lambda net: net.load_state_dict(other) and None) == pytest.approx(4.9)

@@ -121,7 +121,7 @@ class StepHooks:
             if self._replica.exchanges_parameters and self._replica.strategy.carries_optimizer:
                 self._replica.begin_states()
             if self._replica.provisional is not None:
-                self._replica.provisional.before_update()
+                self._replica.provisional.evaluated()
             searches = isinstance(self._replica.optimizer, LBFGS)  # by the loss, which must be the same on all ranks
             return self._mean(loss) if searches and self._backward.answered and self._ports.data.size > 1 else loss
 

@@ -47,11 +47,12 @@ class ProvisionalStep:
         state: Callable[[], State],
         in_float32: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._one_gradient = ValueError(
+            f"{strategy} undoes provisional steps, and {type(optimizer).__name__} takes several gradients in one; use "
+            "an optimizer that makes a step of one gradient, such as SGD or AdamW"
+        )
         if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                f"{strategy} undoes provisional steps, and {type(optimizer).__name__} takes several gradients in one; "
-                "use an optimizer that makes a step of one gradient, such as SGD or AdamW"
-            )
+            raise self._one_gradient
         if strategy.parameters is not identity():
             raise ValueError(
                 f"{strategy} undoes provisional steps, and with them an exchange of parameters behind one; leave out "
@@ -61,6 +62,8 @@ class ProvisionalStep:
         self._of_gradients, self._in_float32 = state, in_float32
         self.origin: dict[str, Tensor] | None = None
         """The parameters before the last step, where that was provisional."""
+        self._begun = False
+        """True from the beginning of a step to its end."""
         self._state: Any = None
         """The optimizer's state before a provisional step, which works on a copy."""
         self.changed: Callable[[], bool] = lambda: False
@@ -68,14 +71,20 @@ class ProvisionalStep:
         self.hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes the gradient first
-            self.before_update()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None and not self._begun:  # an optimizer's `step` that calls its parent's runs all hooks twice
+            self._begin()
+
+    def evaluated(self) -> None:
+        """Begin the step after its closure has computed a gradient. Raises ValueError for a second one."""
+        if self._begun:
+            raise self._one_gradient
+        self._begin()
 
     @torch.no_grad()
-    def before_update(self) -> None:
+    def _begin(self) -> None:
         """Undo the last step, if it was provisional, and remember where a provisional one begins."""
-        if self._state is not None:  # an optimizer's `step` that calls its parent's runs all hooks twice
-            return
+        self._begun = True
         coming = any(each.coming for each in nodes(self._of_gradients(), ProvisionalState))
         with self._in_float32():
             if self.origin is not None and not self.changed():
@@ -87,6 +96,7 @@ class ProvisionalStep:
 
     def after_step(self) -> None:
         """Put the optimizer's state back after a provisional step."""
+        self._begun = False
         if self._state is not None:
             self._optimizer.state, self._state = self._state, None
 
