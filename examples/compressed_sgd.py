@@ -27,7 +27,7 @@ for strategy, lr in [
     (pt.strategies.one_bit_sgd(), 0.2),
     (pt.strategies.sign_sgd(), 0.2),
     (pt.strategies.distributed_lion(scale=0.01), 0.2),
-    (pt.strategies.one_bit_adam(warmup_steps=20, scale=0.01), 0.2),
+    (pt.strategies.one_bit_adam(warmup_steps=20, beta1=0.9, scale=0.01), 0.2),
     (pt.strategies.zero_one_adam(freeze_step=40, repeats=5, beta1=0.9, scale=0.01), 0.2),
     (pt.strategies.demo(), 0.2),
     (pt.strategies.threshold_sgd(density=0.01), 0.2),

@@ -50,7 +50,7 @@ def rows(steps: int) -> dict[str, tuple[Job, str]]:
     return {
         "sync_sgd (DDP)": (ADAM, s.sync_sgd()),
         "power_sgd": (ADAM, s.power_sgd(rank=4)),
-        "one_bit_adam": (SGD, s.one_bit_adam(warmup_steps=steps // 6, scale=1.0)),
+        "one_bit_adam": (SGD, s.one_bit_adam(warmup_steps=steps // 6, beta1=0.9, scale=1.0)),
         "zero_one_adam": (SGD, s.zero_one_adam(steps // 6, repeats=8, beta1=0.9, scale=1.0)),
         "local_sgd": (ADAM, s.local_sgd(PERIOD)),
         "local_sgd, one_bit": (ADAM, s.local_sgd(PERIOD, codec=signs)),

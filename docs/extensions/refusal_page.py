@@ -8,6 +8,7 @@ from sphinx.application import Sphinx
 from polytempo.core.calls.refusals import Refusal, refusals
 
 CHAPTERS = {
+    "PT10": "Optimizers",
     "PT11": "Loops of your own",
     "PT12": "Elastic runs",
     "PT13": "Simulations",

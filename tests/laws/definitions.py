@@ -272,7 +272,7 @@ def dion(num_steps: int, setting: Setting) -> list[Tensor]:
     return history
 
 
-def one_bit_adam(num_steps: int, warmup: int, setting: Setting) -> list[Tensor]:
+def one_bit_adam(num_steps: int, warmup: int, setting: Setting, beta1: float = 0.0) -> list[Tensor]:
     """One worker, for whom nothing is encoded: a hundredth of Adam's step, with a second moment that stays."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
@@ -284,11 +284,11 @@ def one_bit_adam(num_steps: int, warmup: int, setting: Setting) -> list[Tensor]:
         directions = []
         for i, gradient in enumerate(gradients):
             first, second = moments[i]
-            first = first.lerp(gradient, 1 - 0.9)
+            first = first.lerp(gradient, 1 - beta1)
             second = second.lerp(gradient.square(), 1 - 0.999) if step <= warmup else second
             moments[i] = first, second
             root = (second / (1 - 0.999 ** min(step, warmup))).sqrt() + 1e-8
-            directions.append(first / root * (0.01 / (1 - 0.9**step)))
+            directions.append(first / root * (0.01 / (1 - beta1**step)))
         take_step(net, optimizer, directions)
         history.append(flat(net))
     return history

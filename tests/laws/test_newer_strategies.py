@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polytempo as pt
+from laws.definitions import one_bit_adam
 from laws.harness import HOST, OPTIMIZERS, Rank, Setting, flat, plain_torch, run
 from polytempo import strategies as s
 from polytempo.aggregation import orthogonal_momentum, random_pairs, senders_mean
@@ -314,8 +315,13 @@ def test_muon_has_the_same_bits_for_any_number_of_ranks(num_ranks: int) -> None:
 
 
 def test_one_bit_adam_that_stays_warm_is_adam(plain: Setting) -> None:
-    ranks, _ = run(s.one_bit_adam(LAST, scale=0.2, exact_below=0), NUM_RANKS, LAST, plain)
+    ranks, _ = run(s.one_bit_adam(LAST, 0.9, scale=0.2, exact_below=0), NUM_RANKS, LAST, plain)
     torch.testing.assert_close(ranks[0].history[-1], plain_torch(LAST, Setting("adam"))[-1], rtol=0, atol=1e-10)
+
+
+def test_one_bit_adam_with_the_first_moment_of_its_own_is_its_definition(plain: Setting) -> None:
+    (rank,), _ = run(s.one_bit_adam(5, 0.9, scale=0.01), 1, 12, plain)
+    assert rank.history[-1].equal(one_bit_adam(12, 5, plain, 0.9)[-1])
 
 
 def test_zero_one_adam_of_exact_steps_alone_is_adam(plain: Setting) -> None:
@@ -345,11 +351,12 @@ def test_meetings_after_the_switch_come_ever_more_rarely_up_to_the_longest_inter
     assert [step for step in range(1, 33) if timed.has_turn(step)] == [11, 12, 14, 16, 20, 24, 28, 32]
 
 
-def test_two_momenta_at_once_are_refused() -> None:
-    """Each alone learns; together steps of a size that no gradient sets swing on, and digits stay below 0.9."""
+@pytest.mark.parametrize("name", ["one_bit_adam", "zero_one_adam"])
+def test_two_momenta_at_once_are_refused(name: str) -> None:
+    """Each alone learns; together steps of a size that no gradient sets swing on, and digits stay near 0.9."""
     job = pt.jobs.find("digits")
-    with pytest.raises(ValueError, match=r"once more; use zero_one_adam\(beta1=0\)"):
-        pt.simulate(job, s.zero_one_adam(beta1=0.9), workers=2, steps=1)
+    with pytest.raises(ValueError, match=rf"PT1001: {name}.* once more; use {name}\(beta1=0\)"):
+        pt.simulate(job, getattr(s, name)(beta1=0.9), workers=2, steps=1)
 
 
 def test_local_steps_begin_at_the_parameters_of_the_switch(plain: Setting) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -27,17 +28,22 @@ def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
 
 
 def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
-    """Raise ValueError where `who` gives gradients this momentum already and the optimizer has momentum, too.
+    """Raise `Incompatible` where `who` gives gradients this momentum already and the optimizer has momentum, too.
 
     Both together make steps 1/((1 - m)(1 - m')) times as long: 100 times at 0.9, and the run diverges. Adam's first
     moment is momentum: an average over 1/(1 - β₁) gradients that have been averaged already.
     """
     name, own = max((_momentum_of(group) for group in optimizer.param_groups), key=lambda found: found[1])
     if momentum > 0 and own > 0:
-        without = "zero_one_adam(beta1=0)" if who.startswith("zero_one_adam") else "dgc(momentum=0)"
-        raise ValueError(
-            f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its {name} "
-            f"{own:g} once more; use {without}, or an optimizer without momentum"
+        adam = re.search(r"\w+_adam", who)
+        refuse(
+            {"momentum of the strategy", "momentum of the optimizer"},
+            who=who,
+            momentum=momentum,
+            optimizer=type(optimizer).__name__,
+            name=name,
+            own=own,
+            without="dgc(momentum=0)" if adam is None else f"{adam[0]}(beta1=0)",
         )
 
 
