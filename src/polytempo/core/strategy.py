@@ -342,6 +342,11 @@ class Strategy:
     __repr__ = __str__
 
 
+def undoes_steps(strategy: Strategy) -> bool:
+    """True if the strategy makes provisional steps (`core.state.ProvisionalState`)."""
+    return any(True for _ in nodes(strategy.gradients.init(Bundle({"w": torch.zeros(1)})), ProvisionalState))
+
+
 def checked_inner(strategy: Strategy, who: str) -> Strategy:
     """The strategy itself. ValueError unless it is two transforms alone, for `who` to build on."""
     if strategy.carries_optimizer or strategy.fit is not any_optimizer or strategy.features:
@@ -349,7 +354,7 @@ def checked_inner(strategy: Strategy, who: str) -> Strategy:
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "
             "works by another way; give one such as sync_sgd(), top_k_sgd(), local_sgd() or gossip()"
         )
-    if any(True for _ in nodes(strategy.gradients.init(Bundle({"w": torch.zeros(1)})), ProvisionalState)):
+    if undoes_steps(strategy):
         raise ValueError(
             f"{who} exchanges parameters, and {strategy} undoes every second step, with all that came behind it; give "
             "an inner strategy such as sync_sgd()"

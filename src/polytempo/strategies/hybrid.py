@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.strategy import undoes_steps
 from polytempo.core.transform import is_idle
 from polytempo.partition.hybrid.divided_names import DividedNames, names_of
 from polytempo.partition.hybrid.traffic import Exchange
@@ -52,5 +53,10 @@ def hybrid(
         raise ValueError(
             f"{name}: all workers make each step of a divided layer together, and {between} lets models differ, or "
             "exchanges parameters; give an inner strategy that exchanges gradients, such as sync_sgd() or top_k_sgd()"
+        )
+    if undoes_steps(between):
+        raise ValueError(
+            f"{name}: {between} makes a step of two gradients, and does not see those of divided layers; give an inner "
+            "strategy such as sync_sgd() or top_k_sgd()"
         )
     return found

@@ -11,7 +11,7 @@ The optimizer's state s returns right after a provisional step, the parameters b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -36,7 +36,8 @@ class ProvisionalStep:
 
     Memory: a copy of the parameters until the next step, and of the optimizer's state within a provisional one. An
     optimizer that counts in its parameter groups and not in its state counts both steps. Raises ValueError for an
-    optimizer that asks for several gradients in a step, and for a strategy that changes parameters in between.
+    optimizer that asks for several gradients in a step, for a strategy that changes parameters in between, and for
+    parameters that are `alone`: no other rank has them, so their gradients do not go through the strategy.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ProvisionalStep:
         trainable: Mapping[str, nn.Parameter],
         state: Callable[[], State],
         in_float32: Callable[[], AbstractContextManager[None]],
+        alone: Collection[str] = (),
     ) -> None:
         self._one_gradient = ValueError(
             f"{strategy} undoes provisional steps, and {type(optimizer).__name__} takes several gradients in one; use "
@@ -57,6 +59,11 @@ class ProvisionalStep:
             raise ValueError(
                 f"{strategy} undoes provisional steps, and with them an exchange of parameters behind one; leave out "
                 "parameters=…"
+            )
+        if alone:
+            raise ValueError(
+                f"{strategy} makes a step of two gradients, and does not see those of divided layers, such as "
+                f"{min(alone)!r}; use sync_sgd() or top_k_sgd()"
             )
         self._optimizer, self._trainable = optimizer, trainable
         self._of_gradients, self._in_float32 = state, in_float32

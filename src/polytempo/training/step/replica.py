@@ -122,7 +122,7 @@ class Replica:
         self.provisional: ProvisionalStep | None = None
         """Undoes steps, where the strategy makes provisional ones."""
         if makes_provisional(state := lambda: tuple(bucket.state for bucket in self.buckets[:1])):
-            self.provisional = ProvisionalStep(strategy, optimizer, self.trainable, state, self.in_float32)
+            self.provisional = ProvisionalStep(strategy, optimizer, self.trainable, state, self.in_float32, self.own)
             self.hooks.append(self.provisional.hook)
 
     @property
