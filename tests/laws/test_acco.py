@@ -117,7 +117,7 @@ def test_refusals() -> None:
     both = Strategy("both", s.acco().gradients, every(2, mean()))
     with pytest.raises(ValueError, match="and with them an exchange of parameters"):
         Replica(net, torch.optim.SGD(net.parameters(), lr=0.1), both, 2)
-    with pytest.raises(ValueError, match="does not see those of divided layers"):
+    with pytest.raises(ValueError, match="does not see gradients of divided layers"):
         s.hybrid("0", inner=s.acco())
     for outer in (s.slowmo, s.codistillation):
         with pytest.raises(ValueError, match="undoes every second step"):

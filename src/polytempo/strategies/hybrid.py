@@ -56,7 +56,7 @@ def hybrid(
         )
     if undoes_steps(between):
         raise ValueError(
-            f"{name}: {between} makes a step of two gradients, and does not see those of divided layers; give an inner "
-            "strategy such as sync_sgd() or top_k_sgd()"
+            f"{name}: {between} makes a step of two gradients, and does not see gradients of divided layers; give an "
+            "inner strategy such as sync_sgd() or top_k_sgd()"
         )
     return found

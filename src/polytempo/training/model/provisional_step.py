@@ -62,7 +62,7 @@ class ProvisionalStep:
             )
         if alone:
             raise ValueError(
-                f"{strategy} makes a step of two gradients, and does not see those of divided layers, such as "
+                f"{strategy} makes a step of two gradients, and does not see gradients of divided layers, such as "
                 f"{min(alone)!r}; use sync_sgd() or top_k_sgd()"
             )
         self._optimizer, self._trainable = optimizer, trainable
