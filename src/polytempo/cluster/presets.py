@@ -78,6 +78,24 @@ def internet(
     )
 
 
+def bucket(
+    mbit_per_s: float = 100.0, latency_ms: float = 20.0, gflops: float = 10.0, stragglers: Stragglers | None = None
+) -> Cluster:
+    """Workers that reach an object store alone, as by `pt.join_bucket`: a request is a message there and one back.
+
+    A meeting waits for all workers, and no request fails; pauses between looks cost nothing. At a run's end all wait
+    for each other once more.
+    """
+    _positive(mbit_per_s=mbit_per_s, gflops=gflops)
+    return Cluster(
+        network=Link(latency_ms * 1e-3, mbit_per_s * 1e6 / 8),
+        flops_per_s=gflops * 1e9,
+        stragglers=stragglers or constant(),
+        in_bucket=True,
+        name=f"bucket(mbit_per_s={mbit_per_s:g})",
+    )
+
+
 def one_host(
     workers: int = 64, gbyte_per_s: float = 10.0, gflops: float = 10.0, stragglers: Stragglers | None = None
 ) -> Cluster:

@@ -32,6 +32,7 @@ from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.frame.run_page import simulated, virtual_rows
 from polytempo.runs.simulated.asked_device import on_asked_device, on_suited_device
+from polytempo.runs.simulated.bucket_rounds import in_bucket
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
@@ -114,6 +115,8 @@ def simulate(
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
     seed: each seed is one interleaving of their updates.
 
+    On `bucket(…)` workers meet in an object store alone: rounds cost its requests, and have the bits of a real one.
+
     With a parameter server shards' copies and the coordinator have hosts of their own, unless cores are counted.
 
     Memory: one model and one optimizer state for each worker, except workers that share one.
@@ -131,10 +134,12 @@ def _simulated(
     spec: RunSpec, cluster: Cluster | str | None, progress: Progress | None, *, meta: bool, batched: bool
 ) -> Result:
     """The run, after the run that it starts from."""
+    given, cluster = cluster, cluster_from(cluster or default_cluster(spec.strategy, spec.workers))
+    if cluster.in_bucket:
+        spec = in_bucket(spec)
     job, strategy, workers, options = spec.job, spec.strategy, spec.workers, spec.options
     check_simulation(strategy, options, meta=meta, batched=batched)
     together = BatchedReplicas(job, strategy, workers) if batched else None
-    given, cluster = cluster, cluster_from(cluster or default_cluster(strategy, workers))
     cluster = on_suited_device(on_asked_device(cluster, options.device), strategy)
     num_hosts = len(set(cluster.hosts(workers)))
     if is_hogwild(strategy) and num_hosts > 1:

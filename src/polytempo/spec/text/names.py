@@ -31,7 +31,7 @@ SCHEDULED = {
 }
 """Scheduled programs, and the data that each can learn from; the first is the default."""
 
-_CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
+_CLUSTERS = ("bucket", "ethernet", "infiniband", "internet", "one_host")
 _STRAGGLERS = (
     *("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host"),
     *("correlated", "slow_spells"),

@@ -1,6 +1,7 @@
 """`round_cost`: requests and bytes of a round of workers that meet in an object store, counted on the exchange itself.
 
-The strategy's exchange runs once among all workers, with zeros for movements, in one thread and without a store.
+The strategy's exchange runs once among all workers, with zeros for movements, in one thread and without a store. A
+virtual world on a cluster `in_bucket` prices each of its collectives by `collective_cost`, which are its parts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,23 @@ from torch import Tensor
 
 from polytempo.core import Bundle, Port, Transform, world_port
 from polytempo.core.driver import WAITING, Task
-from polytempo.core.op import AllGather, AllReduce, AllToAll, Broadcast, Collective, Compute, Now, Op, ReduceScatter
+from polytempo.core.op import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Compute,
+    Now,
+    Op,
+    ReduceScatter,
+)
 from polytempo.worlds.collective import members_answers
 from polytempo.worlds.object_store.rounds import sent_tensors
+
+_MEETING = -1
+"""The channel of meetings, which no exchange has."""
 
 
 class RoundCost(NamedTuple):
@@ -45,30 +60,39 @@ class RoundCost(NamedTuple):
 
 def round_cost(transform: Transform, parameters: Bundle, workers: int) -> RoundCost:
     """Requests and bytes of `transform` among `workers` workers, as `StoreRounds` performs it."""
-    total = RoundCost(2 * workers + 1, _meeting_gets(workers), 0, 0, 0, 0, workers + 5, 0)
+    total = meeting_cost(workers)
     for op in _operations(transform, parameters, workers):
-        total = RoundCost(*(a + b for a, b in zip(total, _cost(op, workers), strict=True)))
+        total = RoundCost(*(a + b for a, b in zip(total, collective_cost(op), strict=True)))
     return total
 
 
-def _meeting_gets(workers: int) -> int:
-    """The losers of the merger's place compare its content; the merger gathers; each looks for the decision."""
-    return (workers - 1) + (1 + workers) + workers
+def meeting(port: Port) -> Barrier:
+    """The operation of a virtual world that costs what a round's meeting costs."""
+    return Barrier(members=port.members, channel=_MEETING)
 
 
-def _cost(ops: Sequence[Collective[Any]], workers: int) -> RoundCost:
-    """An operation: parts are put, the merger gathers them, decides, and each reads the decision and its answer."""
-    parts = [sum(map(_bytes, sent_tensors(op, worker).values())) for worker, op in enumerate(ops)]
+def meeting_cost(workers: int) -> RoundCost:
+    """Workers' words and the merger's place, which its losers compare, are put; the merger gathers and decides."""
+    return RoundCost(2 * workers + 1, (workers - 1) + (1 + workers) + workers, 0, 0, 0, 0, workers + 5, 0)
+
+
+def collective_cost(ops: Sequence[Collective[Any]]) -> RoundCost:
+    """All workers' operation: parts are put, the merger gathers them, decides, and each reads decision and answer."""
+    workers = len(ops)
+    if ops[0].channel == _MEETING:
+        return meeting_cost(workers)
+    parts = _parts(ops)
     part, all_parts = max(parts), sum(parts)
     match ops[0]:
         case AllReduce() | ReduceScatter():
-            merged, reads, read = part, 1, part
+            reads, read = 1, part
         case AllGather() | AllToAll():
-            merged, reads, read = 0, workers, all_parts
+            reads, read = workers, all_parts
         case Broadcast():
-            merged, reads, read = 0, 1, part
+            reads, read = 1, part
         case _:
-            merged, reads, read = 0, 0, 0
+            reads, read = 0, 0
+    merged = _merged(ops[0], part)
     is_merged = bool(merged)
     return RoundCost(
         puts=workers + 1 + is_merged,
@@ -80,6 +104,20 @@ def _cost(ops: Sequence[Collective[Any]], workers: int) -> RoundCost:
         after_one_another=2 + workers + is_merged + 2 + reads,
         bytes_after_one_another=part + all_parts + merged + read,
     )
+
+
+def sent_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
+    """Bytes of tensors that each worker puts for an operation of all; the first one merges."""
+    first, *others = _parts(ops)
+    return [first + _merged(ops[0], first), *others]
+
+
+def _parts(ops: Sequence[Collective[Any]]) -> list[int]:
+    return [sum(map(_bytes, sent_tensors(op, worker).values())) for worker, op in zip(ops[0].members, ops, strict=True)]
+
+
+def _merged(op: Collective[Any], part: int) -> int:
+    return part if isinstance(op, AllReduce | ReduceScatter) else 0
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ from polytempo.worlds.collective import (
     message_bytes,
     num_rounds,
 )
+from polytempo.worlds.object_store.round_cost import collective_cost, sent_bytes
 from polytempo.worlds.virtual.clockwork import Asymmetric, Clockwork, Flight, VirtualStrand
 from polytempo.worlds.virtual.network import Network
 from polytempo.worlds.virtual.processors import Processors
@@ -189,7 +190,20 @@ class Collectives:
             raise Asymmetric(f"{first}, with other values on each rank")
         return empty_answers(ops, len(first.members))
 
+    def _price(self, ops: Sequence[Collective[Any]]) -> tuple[float, float]:
+        """Seconds of latencies, and of bytes."""
+        first = ops[0]
+        if self._cluster.in_bucket:
+            cost, link = collective_cost(ops), self._cluster.network
+            return cost.seconds(inf, link.latency_s), cost.seconds(link.bytes_per_s, 0.0)
+        hosts = tuple(self._hosts[member] for member in first.members)
+        link = self._cluster.slowest_link(hosts, first.kind, max(map(message_bytes, ops)))
+        waiting_s = members_seconds(ops, link.latency_s, inf, self._acting)
+        return waiting_s, members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
+
     def _sent_bytes(self, ops: Sequence[Collective[Any]]) -> list[int]:
+        if self._cluster.in_bucket:
+            return sent_bytes(ops)
         if self._acting is None:
             return members_bytes(ops)
         return [member_bytes(op, rank) for rank, op in zip(self._acting, ops, strict=True)]
@@ -207,10 +221,7 @@ class Collectives:
         except Mismatch as clash:
             meeting.clash = clash
             return self._world.at(self._world.now_s, lambda: self._call_off(meeting))
-        hosts = tuple(self._hosts[member] for member in members)
-        link = self._cluster.slowest_link(hosts, meeting.first.kind, max(map(message_bytes, ops)))
-        waiting_s = members_seconds(ops, link.latency_s, inf, self._acting)
-        busy_s = members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
+        waiting_s, busy_s = self._price(ops)
         end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)
         kind, sent = meeting.first.kind, self._sent_bytes(ops)
         left = 1  # parts of the collective that are not over: its messages, and the kernels that handle them

@@ -61,7 +61,7 @@ def run_alike(
     Cost: the programs of four ranks, where parts have two sizes log₂N times, and a line in the trace for each event of
     each rank.
     """
-    if num_ranks < _LEAST_RANKS or cluster.faults or cluster.servers:
+    if num_ranks < _LEAST_RANKS or cluster.faults or cluster.servers or cluster.in_bucket:
         return None
 
     def lives(*acting: int) -> tuple[Outcome[T], list[Life]]:

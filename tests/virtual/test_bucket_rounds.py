@@ -1,0 +1,85 @@
+"""Runs of workers that reach a bucket alone: the price of `explain --bucket`, and the bits of real rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from torch import nn
+
+import polytempo as pt
+from laws.test_store_catalogue import RUN, Counting, meetings
+from polytempo.cli.look.bucket_round import bucket_round
+from polytempo.core import Bundle
+from polytempo.jobs.digits import job
+from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.start import replica_of
+from polytempo.worlds.object_store.round_cost import round_cost
+from polytempo.worlds.object_store.store_world import StoreWorld
+from store_workers import Crew
+
+WORKERS, STEPS, PERIOD = 4, 8, 4  # a mean of 4 equal models, which the hash is of, is exact
+STRATEGIES = [f"{name}(period={PERIOD})" for name in sorted(RUN)] + [
+    "diloco(period=4, codec=feedback(top_k(0.1)))",
+    "local_sgd(period=4, codec=feedback(int8))",
+]
+LINK = pt.cluster.bucket(mbit_per_s=100, latency_ms=20)
+
+
+def attached(strategy: str, world: StoreWorld) -> str:
+    """The steps of the job by a loop of one's own; the hash of its parameters."""
+    spec = RunSpec.of(job, pt.parse_strategy(strategy), WORKERS, RunOptions(steps=STEPS))
+    net, optimizer = replica_of(spec)
+    pt.attach(net, optimizer, strategy, world=world)
+    for x, y in islice(pt.shard(pt.data.digits().train, batch_size=32, world=world), STEPS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    world.leave()
+    return parameters_sha256(net.parameters())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_simulated_run_has_the_bits_bytes_and_price_of_real_rounds(strategy: str) -> None:
+    crew = Crew(WORKERS)
+    crew.objects = objects = Counting()
+    for worker in range(WORKERS):
+        crew.add(worker, lambda world: attached(strategy, world))
+    real = crew.run()
+    found, elsewhere = (
+        pt.simulate(job, strategy, workers=WORKERS, steps=STEPS, cluster=cluster) for cluster in (LINK, None)
+    )
+    assert real[0] == found.parameters_sha256 == elsewhere.parameters_sha256
+    assert len(set(real)) == 1
+    cost = bucket_round(pt.parse_strategy(strategy), job.model(), WORKERS, "bucket(mbit_per_s=100, latency_ms=20)")
+    seconds, rounds = cost["bucket"]["seconds"], STEPS // PERIOD
+    free = replace(LINK, network=pt.cluster.Link(0.0, 1e30))
+    alone = pt.simulate(job, strategy, workers=WORKERS, steps=STEPS, cluster=free)
+    end_s = 2 * 0.02 * (WORKERS + 4)  # all wait for each other: an operation without tensors
+    assert found.seconds - alone.seconds == pytest.approx(rounds * seconds + end_s, rel=1e-9)
+    shorter = pt.simulate(job, strategy, workers=WORKERS, steps=STEPS - PERIOD, cluster=LINK)
+    of_a_round = WORKERS * (found.bytes_sent_per_rank - shorter.bytes_sent_per_rank)
+    assert of_a_round * rounds == objects.tensor_bytes
+
+
+@pytest.mark.parametrize(("strategy", "code"), [("sync_sgd", "PT2901"), ("gossip(period=4)", "PT2903")])
+def test_strategies_that_cannot_meet_in_a_bucket_are_refused(strategy: str, code: str) -> None:
+    with pytest.raises(pt.errors.Incompatible, match=code):
+        pt.simulate(job, strategy, workers=2, steps=2, cluster=LINK)
+
+
+def test_a_run_without_values_has_the_same_price_and_stragglers_are_waited_for() -> None:
+    """A round waits for its slowest worker. Seconds of many workers: the merger reads their parts one by one."""
+    timed = meetings(pt.parse_strategy("diloco(period=4)"))
+    parameters = Bundle({name: p.detach() for name, p in job.model().named_parameters()})
+    priced = [
+        pt.simulate(job, "diloco(period=4)", workers=workers, steps=8, meta=True, cluster=LINK).seconds
+        for workers in (2, 64)
+    ]
+    costs = [round_cost(timed.transform, parameters, workers).seconds(12.5e6, 0.02) for workers in (2, 64)]
+    assert priced[1] - priced[0] == pytest.approx(2 * (costs[1] - costs[0]), rel=1e-9)
+    slow = replace(LINK, stragglers=pt.cluster.slow_host(0, 100.0))
+    assert pt.simulate(job, "diloco(period=4)", workers=2, steps=8, meta=True, cluster=slow).seconds > priced[0]
