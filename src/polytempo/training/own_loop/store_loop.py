@@ -25,13 +25,14 @@ from polytempo.core.driver import WAITING, Task
 from polytempo.core.op import Collective, Compute, Now, Op, Program
 from polytempo.core.state import Saved, duplicate
 from polytempo.data.shard import DataShard
-from polytempo.data.spans import PlaceSpan
 from polytempo.synchronization.every import Timed
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, check_attachable, check_options
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.model.requirements import fitted
+from polytempo.training.own_loop.store_log_loop import attach_by_log, pushes_movements
+from polytempo.training.own_loop.store_places import StorePlaces
 from polytempo.training.step.replica import Replica
 from polytempo.worlds.object_store.rounds import MissedRound, RoundBroken, StoreRounds
 from polytempo.worlds.object_store.store_world import StoreWorld
@@ -59,11 +60,14 @@ def attach_in_store(
         refuse({"object store", "several models"})
     for option in (name for name, has in asked.items() if has):
         refuse({"object store", option})
+    facts = f"{_facts(model, strategy)}, with workers={world.size}"
+    if pushes_movements(strategy):
+        return attach_by_log(model, optimizer, strategy, facts, world=world, options=options)
     timed = check_rare(strategy, optimizer)
     loop = StoreLoop(world.rounds)
     own = replace(strategy, parameters=timed.around(loop.in_rounds))
     handle = attach_alike(model, optimizer, own, world=world, options=options)
-    loop.begin(handle, f"{_facts(model, strategy)}, with workers={world.size}")
+    loop.begin(handle, facts)
     world.follows = loop
     handle.on_step(loop.stepped)
     return handle
@@ -119,16 +123,8 @@ class StoreLoop:
     def __init__(self, rounds: StoreRounds) -> None:
         self._rounds = rounds
         self._replica: Replica | None = None
-        self._shard: DataShard | None = None
-        """The first shard with gradients. Others, such as a validation's, are left alone."""
-        self._began: dict[str, Any] = {}
-        """The position of this shard at first."""
-        self._spans: list[list[PlaceSpan]] = []
-        """Places of the data that were handed out since the last round that counts, by batches."""
-        self._seen: list[PlaceSpan] | None = None
-        """The newest batch's places: in `_spans`, or counted."""
-        self._taken = 0
-        self._left_out = self._met = self._rewinds = False
+        self._places = StorePlaces(lambda: rounds.ledger.get(str(rounds.worker), {}), self._trains)
+        self._left_out = self._met = False
 
     # ------------------------------------------------------------------ the transform
 
@@ -146,7 +142,7 @@ class StoreLoop:
                 return (bundle if answer is given else answer), after
 
             try:
-                rounds.begin(self._present())
+                rounds.begin(self._places.present())
                 found = await self._tried(port, exchanged)
             except MissedRound:
                 self._left_out = True
@@ -199,8 +195,7 @@ class StoreLoop:
             self._left_out = False
             self._join()
         elif met:
-            self._spans = []
-            self._taken = 0 if self._shard is None else self._shard.taken
+            self._places.count()
             if self._rounds.worker == min(self._rounds.members):
                 for token in self._rounds.newcomers.values():
                     self._rounds.give(token, *self._state())
@@ -210,49 +205,17 @@ class StoreLoop:
 
     def rewound(self, shard: DataShard) -> bool:
         """True if the shard has just gone to where the rounds stand; it is asked before each batch."""
-        if self._shard is None and self._trains():
-            self._shard, self._began = shard, shard.state_dict()
-            self._taken, self._seen = shard.taken, shard.spans
-        if self._shard is not shard:
-            return False
-        self._gather(shard)
-        if not self._rewinds:
-            return False
-        self._rewinds = False
-        place = self._counted.get("place")
-        shard.load_state_dict(self._began if place is None else place)
-        self._spans, self._taken = [], shard.taken
-        return True
+        return self._places.rewound(shard)
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self._replica is not None and self._replica.model.training
-
-    @property
-    def _counted(self) -> dict[str, Any]:
-        return self._rounds.ledger.get(str(self._rounds.worker), {})
-
-    def _gather(self, shard: DataShard) -> None:
-        """Note the newest batch's places. A step of several parts goes on with one list."""
-        if shard.spans is not self._seen:
-            self._seen = shard.spans
-            self._spans.append(shard.spans)
-
-    def _present(self) -> dict[str, Any]:
-        """This worker's line in the ledger, if it takes part in the round."""
-        before = int(self._counted.get("samples", 0))
-        if self._shard is None:
-            return {"samples": before, "place": None, "spans": []}
-        self._gather(self._shard)
-        samples = before + self._shard.taken - self._taken
-        spans = [list(span) for batch in self._spans for span in batch]
-        return {"samples": samples, "place": self._shard.state_dict(), "spans": spans}
 
     # ------------------------------------------------------------------ state
 
     def _join(self) -> None:
         given = self._rounds.join()
         self._take(given.tensors, given.about)
-        self._rewinds = True
+        self._places.rewind()
 
     @torch.no_grad()
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

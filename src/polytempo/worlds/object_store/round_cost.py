@@ -67,7 +67,7 @@ def round_cost(transform: Transform, parameters: Bundle, workers: int) -> RoundC
 
 
 def meeting(port: Port) -> Barrier:
-    """The operation of a virtual world that costs what a round's meeting costs."""
+    """A virtual world's operation with the cost of a round's meeting."""
     return Barrier(members=port.members, channel=_MEETING)
 
 

@@ -186,7 +186,7 @@ class StoreRounds:
                 admitted, self.expected = self._admitted(state), (self.worker,)
                 return admitted
             if is_late:
-                self._fail("answers a request to join")
+                self.fail("answers a request to join")
             looks.pause()
 
     def _finished(self, name: str) -> StoredObject | None:
@@ -296,7 +296,7 @@ class StoreRounds:
                 self._decide(place, op, since_s + self.wait_s)
                 continue
             if now_s - from_s > self.timeout_s:
-                self._fail(f"decides on {place}")
+                self.fail(f"decides on {place}")
             if now_s - since_s > 2 * self.wait_s:
                 tried, since_s = tried + 1, now_s - self.wait_s
                 merges = self._create(self.round, f"{place}/merger-{tried}", packed({}, self._about()))
@@ -387,7 +387,8 @@ class StoreRounds:
         while self._created and self._created[0][0] < self.round - _KEPT:
             self.store.remove(self._created.popleft()[1])
 
-    def _fail(self, what: str) -> None:
+    def fail(self, what: str) -> None:
+        """Raise `StoreFailed` (PT2907): no other worker does `what`."""
         values = {"url": self.store.url, "what": what, "seconds": f"{self.timeout_s:g}", "worker": self.worker}
         raise StoreFailed(frozenset({"object store", "no worker"}), **values)
 

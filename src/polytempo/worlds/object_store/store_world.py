@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,18 @@ class StoreWorld(ProcessWorld):
     def __init__(self, rounds: StoreRounds) -> None:
         super().__init__(rounds.worker, range(rounds.workers), group=rounds)
         self.rounds = rounds
+        self.parting: Callable[..., None] = rounds.leave
+        """Tells the other workers that this one goes; `done`: with its work behind it."""
         self.transport = StoreTransport(rounds)
 
     def leave(self) -> None:
         """Tell the other workers not to wait for this one. The end of the process does it, too."""
-        self.rounds.leave()
+        self.parting(done=True)
 
     def at_exit(self) -> None:
         """Leave; after an error keep no state. A store that does not answer ends this silently."""
         with suppress(StoreFailed):
-            self.rounds.leave(done=getattr(sys, "last_value", None) is None)
+            self.parting(done=getattr(sys, "last_value", None) is None)
 
 
 def join_bucket(
@@ -91,7 +94,8 @@ def join_bucket(
 
     Call it in place of `pt.init()`, and once in a process: `attach` and `shard` then use it. Workers have the numbers
     0 to `workers` - 1, each once. A run has a URL of its own; credentials are the filesystem's own affair. Strategies
-    that exchange rarely work: `local_sgd`, `diloco`, `slowmo`, `sparse_loco` and others made of `every(period, …)`.
+    that exchange rarely work: `local_sgd`, `diloco`, `slowmo`, `sparse_loco` and others made of `every(period, …)`; and
+    `async_diloco` and `decoupled_diloco`, with a log in the store for a server (`store_log`).
 
     A round waits for a worker for `wait_s` seconds, then goes on without it. A worker that was left out, or that is
     started again, gets the newest state from another one, with its position in the data, and takes part from the next
@@ -101,6 +105,9 @@ def join_bucket(
     Errors: ValueError for a number out of range; `Incompatible` (PT29xx) for a strategy that exchanges in every step,
     and for a store without conditional puts; `StoreFailed` with the code PT2906 for a store that does not answer, or
     immediately for a missing bucket, and PT2907 where no worker does.
+
+    By a log no worker waits for another, but for a quorum. Cost of a push of k workers: two puts and a get of the log,
+    and meanwhile the k - 1 others' movements; each worker has a copy of the server's parameters and momentum.
 
     Cost of a round of k workers by a mean: 3 k + 3 puts, and gets by waiting; a worker sends its tensors once and
     receives the sum once, and the merger receives the others' tensors. `polytempo explain STRATEGY --bucket` counts

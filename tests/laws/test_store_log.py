@@ -1,0 +1,204 @@
+"""Laws of workers that push movements into an object store: one order of all, and each sample counts once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polytempo as pt
+from laws.test_store_rounds import DATA, EPOCHS, ONCE, SAMPLES, WORKERS, flat, loop, net_of
+from polytempo.training.own_loop import store_log_loop
+from polytempo.worlds.object_store.object_store import ObjectStore
+from polytempo.worlds.object_store.store_log import logged
+from polytempo.worlds.object_store.store_world import StoreWorld
+from store_workers import Crew, Faults, Killed, MemoryObjects, Work
+
+ASYNC = "async_diloco(period=4, outer_lr=0.6, outer_momentum=0.3)"
+
+
+def steady(work: Work, pause_s: float) -> Work:
+    """`work` with so many seconds before each look at the log's end."""
+
+    def slow(world: StoreWorld) -> Any:
+        store = world.rounds.store
+        put = store.put
+
+        def later(name: str, content: bytes) -> None:
+            store.clock.sleep(pause_s)
+            put(name, content)
+
+        store.put = later  # type: ignore[method-assign]
+        return work(world)
+
+    return slow
+
+
+def entries(objects: MemoryObjects) -> list[dict[str, Any]]:
+    return list(logged(ObjectStore(objects, "memory")))
+
+
+def counted(objects: MemoryObjects) -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    for entry in entries(objects):
+        for epoch, start, stop in entry.get("mine", {}).get("spans", ()):
+            found.update((epoch, place) for place in range(start, stop))
+    return found
+
+
+def movement(objects: MemoryObjects, name: str) -> Tensor:
+    found = ObjectStore(objects, "memory").get(name)
+    assert found is not None
+    return found.tensors["movement"]
+
+
+def by_hand(objects: MemoryObjects, lr: float, momentum: float) -> Tensor:
+    """The log's movements, each a step of Nesterov's with its share of the rate, in plain torch."""
+    position, velocity, members = flat(net_of(0)), torch.zeros_like(flat(net_of(0))), set(range(WORKERS))
+    for entry in entries(objects):
+        if entry["kind"] != "push":
+            members = members - set(entry["workers"]) if entry["kind"] == "left" else members | set(entry["workers"])
+            continue
+        moved = movement(objects, entry["movement"])
+        velocity = momentum * velocity + moved
+        position = position - lr / len(members) * (moved + momentum * velocity)
+    return position
+
+
+def test_the_log_is_the_server() -> None:
+    """Workers of three speeds: the last push's answer is what the movements in their order add up to."""
+    crew, ends = Crew(WORKERS), dict[int, tuple[Tensor, int]]()
+
+    def work(world: StoreWorld) -> None:
+        net, steps = loop(ASYNC)(world)
+        ends[world.rank] = net, steps
+
+    for worker in range(WORKERS):
+        crew.add(worker, steady(work, 1.0 + worker))
+    assert crew.run() == [None] * WORKERS
+    last = [entry["worker"] for entry in entries(crew.objects) if entry["kind"] == "push"][-1]
+    torch.testing.assert_close(ends[last][0], by_hand(crew.objects, 0.6, 0.3), rtol=0, atol=1e-12)
+    assert counted(crew.objects) == ONCE
+    order = [entry["worker"] for entry in entries(crew.objects) if entry["kind"] == "push"]
+    assert order != sorted(order)
+    assert order.count(0) == order.count(2) == EPOCHS * SAMPLES // WORKERS // 4 // 4
+
+
+def test_one_worker_is_diloco() -> None:
+    alone, rounds = Crew(1), Crew(1)
+    alone.add(0, loop(ASYNC))
+    rounds.add(0, loop("diloco(period=4, outer_lr=0.6, outer_momentum=0.3)"))
+    torch.testing.assert_close(alone.run()[0][0], rounds.run()[0][0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("moment", [3, 9, 14, 20, 25, 29, 33, 36])
+@pytest.mark.parametrize("strategy", [ASYNC, "decoupled_diloco(period=4, quorum=2)"])
+def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> None:
+    """It comes again, also before it is dead, and no sample is lost or counted twice."""
+
+    def die(number: int, operation: str, name: str) -> None:
+        if number == moment:
+            raise Killed
+
+    crew, work = Crew(WORKERS), steady(loop(strategy), 5.0)
+    for worker in (1, 2):
+        crew.add(worker, work)
+    crew.add(0, work, objects=Faults(crew.objects, die))
+    crew.add(0, work, at_s=22.0)
+    *others, killed, again = crew.run()
+    assert isinstance(killed, Killed)
+    for found in (*others, again):
+        assert not isinstance(found, BaseException), found
+    assert counted(crew.objects) == ONCE
+
+
+def test_a_quorum_waits_for_no_dead_worker() -> None:
+    """All are asked for, and worker 2 never comes: after `wait_s` it is left out, once."""
+    crew = Crew(WORKERS)
+    for worker in (0, 1):
+        crew.add(worker, loop("decoupled_diloco(period=4, quorum=3)"))
+    first, second = crew.run()
+    assert first[1] == second[1] == EPOCHS * SAMPLES // WORKERS // 4
+    left = [entry["workers"] for entry in entries(crew.objects) if entry["kind"] == "left"]
+    assert left[0] == [2]
+    assert len(left) == 3
+    assert crew.clock.now() < 40.0
+
+
+def test_a_worker_that_was_left_out_comes_again() -> None:
+    """Its movement meanwhile is dropped, and its samples are trained on again."""
+    strategy = "decoupled_diloco(period=4, quorum=3)"
+    crew = Crew(WORKERS)
+    for worker, pause_s in enumerate((1.0, 1.0, 25.0)):
+        crew.add(worker, steady(loop(strategy), pause_s))
+    answers = crew.run()
+    for found in answers:
+        assert not isinstance(found, BaseException), found
+    assert [entry["workers"] for entry in entries(crew.objects) if entry["kind"] == "comes"].count([2]) > 1
+    assert counted(crew.objects) == ONCE
+
+
+def test_a_worker_far_behind_goes_on_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States after each few entries, and movements before them are removed."""
+    monkeypatch.setattr(store_log_loop, "_SAVED", 1)
+    crew = Crew(WORKERS)
+    for worker, pause_s in enumerate((0.1, 0.1, 500.0)):
+        crew.add(worker, steady(loop("async_diloco(period=1, outer_lr=0.6)"), pause_s))
+    for found in crew.run():
+        assert not isinstance(found, BaseException), found
+    assert counted(crew.objects) == ONCE
+    left = [name for name in crew.objects.content if name.startswith("moved/")]
+    assert len(left) < len(entries(crew.objects)) / 2
+
+
+def test_faults_of_the_store_lose_no_sample() -> None:
+    """503 in one of five requests, and lost answers in one of seven."""
+    crew = Crew(WORKERS)
+    for worker in range(WORKERS):
+        random = torch.Generator().manual_seed(worker)
+
+        def fault(number: int, operation: str, name: str, random: torch.Generator = random) -> None:
+            if torch.rand((), generator=random) < (1 / 7 if operation.startswith("lost") else 1 / 5):
+                raise OSError(503, "Slow Down")
+
+        crew.add(worker, loop(ASYNC), objects=Faults(crew.objects, fault))
+    for found in crew.run():
+        assert not isinstance(found, BaseException), found
+    assert counted(crew.objects) == ONCE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code"),
+    [("async_diloco(period=4, codec=int8)", "PT2901"), ("downpour", "PT2901"), ("async_sgd", "PT2901")],
+)
+def test_other_servers_are_refused(strategy: str, code: str) -> None:
+    crew = Crew(1)
+    crew.add(0, loop(strategy))
+    (error,) = crew.run()
+    assert isinstance(error, pt.errors.Incompatible), error
+    assert error.code == code
+
+
+def test_running_statistics_are_refused_unless_they_are_left() -> None:
+    def work(world: StoreWorld, **options: Any) -> None:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), ASYNC, world=world, **options)
+
+    crew = Crew(1)
+    crew.add(0, work)
+    crew.add(0, lambda world: work(world, buffers="leave"))
+    error, left = crew.run()
+    assert isinstance(error, pt.errors.Incompatible), error
+    assert error.code == "PT2913"
+    assert left is None
+
+
+def test_another_strategy_is_named() -> None:
+    crew = Crew(2)
+    crew.add(0, loop(ASYNC, epochs=1))
+    crew.add(1, loop("async_diloco(period=2)", epochs=1))
+    assert isinstance(crew.run()[1], pt.errors.Mismatch)
+    assert len(DATA) == SAMPLES
