@@ -92,7 +92,7 @@ def url(server: Faulty, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def trained(url: str) -> tuple[list[Any], list[StoreRequests]]:
-    """A run of three workers whose ways to the store are the bucket's, and their requests."""
+    """A run of three workers by the bucket, and their requests."""
     requests: list[StoreRequests] = []
 
     def work(world: StoreWorld) -> object:

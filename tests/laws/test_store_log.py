@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from laws.test_store_rounds import DATA, EPOCHS, ONCE, SAMPLES, WORKERS, flat, loop, net_of
+from polytempo.cli.look.bucket_round import bucket_round
 from polytempo.training.own_loop import store_log_loop
 from polytempo.worlds.object_store.object_store import ObjectStore
 from polytempo.worlds.object_store.store_log import logged
@@ -69,7 +70,7 @@ def by_hand(objects: MemoryObjects, lr: float, momentum: float) -> Tensor:
 
 
 def test_the_log_is_the_server() -> None:
-    """Workers of three speeds: the last push's answer is what the movements in their order add up to."""
+    """Workers of three speeds: the last push's answer is the sum of all movements' steps in their order."""
     crew, ends = Crew(WORKERS), dict[int, tuple[Tensor, int]]()
 
     def work(world: StoreWorld) -> None:
@@ -87,6 +88,32 @@ def test_the_log_is_the_server() -> None:
     assert order.count(0) == order.count(2) == EPOCHS * SAMPLES // WORKERS // 4 // 4
 
 
+def test_a_push_costs_what_explain_says() -> None:
+    """Workers in turns: two puts each, the movements of the others, and a look at the log's end."""
+    strategy = pt.parse_strategy("async_diloco(period=4)")
+    found = bucket_round(strategy, net_of(0), WORKERS, "bucket(latency_ms=20)")["bucket"]
+    crew, requests = Crew(WORKERS), list[tuple[int, int, int]]()
+    tensor_bytes = 8 * flat(net_of(0)).numel()
+
+    def work(world: StoreWorld) -> None:
+        loop("async_diloco(period=4)", epochs=1)(world)
+        counts = world.rounds.store.requests
+        requests.append((counts.puts, counts.gets, counts.received_bytes))
+
+    for worker in range(WORKERS):
+        crew.add(worker, steady(work, 1.0 + 0.1 * worker))
+    assert crew.run() == [None] * WORKERS
+    pushes = SAMPLES // WORKERS // 4 // 4
+    assert found["period"] == 4
+    assert found["sent_bytes"] == tensor_bytes
+    assert found["received_bytes"] == (WORKERS - 1) * tensor_bytes
+    assert found["puts"] == 2 * WORKERS
+    beginning_and_end = 3 * WORKERS + 1
+    assert abs(sum(puts for puts, _, _ in requests) - pushes * found["puts"]) <= beginning_and_end
+    assert sum(gets for _, gets, _ in requests) >= pushes * found["gets"]
+    assert found["seconds"] == pytest.approx(tensor_bytes * WORKERS / 12.5e6 + 0.04 * (2 * WORKERS + 1))
+
+
 def test_one_worker_is_diloco() -> None:
     alone, rounds = Crew(1), Crew(1)
     alone.add(0, loop(ASYNC))
@@ -97,7 +124,7 @@ def test_one_worker_is_diloco() -> None:
 @pytest.mark.parametrize("moment", [3, 9, 14, 20, 25, 29, 33, 36])
 @pytest.mark.parametrize("strategy", [ASYNC, "decoupled_diloco(period=4, quorum=2)"])
 def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> None:
-    """It comes again, also before it is dead, and no sample is lost or counted twice."""
+    """A new process of it comes, also before it is dead, and no sample is lost or counted twice."""
 
     def die(number: int, operation: str, name: str) -> None:
         if number == moment:
@@ -129,7 +156,7 @@ def test_a_quorum_waits_for_no_dead_worker() -> None:
 
 
 def test_a_worker_that_was_left_out_comes_again() -> None:
-    """Its movement meanwhile is dropped, and its samples are trained on again."""
+    """The movement that it brings is dropped, and samples of it are trained on again."""
     strategy = "decoupled_diloco(period=4, quorum=3)"
     crew = Crew(WORKERS)
     for worker, pause_s in enumerate((1.0, 1.0, 25.0)):

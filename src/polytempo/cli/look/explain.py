@@ -69,7 +69,9 @@ def explain(asked: ExplainOptions) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, asked.workers, model)
-    times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster, asked.device)
+    times = None
+    if asked.cluster is not None and not (made.server is not None and parse_cluster(asked.cluster).in_bucket):
+        times = _step_times(made, asked.workers, name, asked.cluster, asked.device)
     bucket = bucket_round(made, model, asked.workers, asked.cluster) if asked.bucket else None
     ways = device_ways(asked.device)
     if asked.json:

@@ -66,6 +66,25 @@ def round_cost(transform: Transform, parameters: Bundle, workers: int) -> RoundC
     return total
 
 
+def push_cost(num_bytes: int, workers: int) -> RoundCost:
+    """A push of each worker in a log (`store_log`), where they take turns: no entry is tried twice.
+
+    Every few entries one of them puts a state of the server, too, which is not counted.
+    """
+    looks = 2 * (workers - 1) + 1
+    others = (workers - 1) * num_bytes
+    return RoundCost(
+        puts=2 * workers,
+        gets=workers * looks,
+        sent_bytes=num_bytes,
+        received_bytes=others,
+        merger_sent_bytes=num_bytes,
+        merger_received_bytes=others,
+        after_one_another=2 + looks,
+        bytes_after_one_another=num_bytes + others,
+    )
+
+
 def meeting(port: Port) -> Barrier:
     """A virtual world's operation with the cost of a round's meeting."""
     return Barrier(members=port.members, channel=_MEETING)
