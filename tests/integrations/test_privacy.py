@@ -9,8 +9,9 @@ import torch
 
 import polytempo as pt
 from polytempo import federated as fed
-from polytempo.core.strategy import Privacy
+from polytempo.core.strategy import Privacy, SamplePrivacy
 from polytempo.federated.privacy import epsilon
+from polytempo.federated.sample_privacy import sample_epsilon
 
 
 def test_one_round_of_all_clients_is_the_gaussian_mechanism() -> None:
@@ -36,3 +37,11 @@ def test_a_run_prints_it() -> None:
     strategy = fed.private(fed.fed_avg(cohort=5), noise=2.0)
     result = pt.simulate(job, strategy, workers=2, clients="iid(50)", steps=3)
     assert result.metrics["epsilon"] == epsilon(strategy.rounds.privacy, 50, 3) > 0
+
+
+def test_passes_over_a_sample_are_one_gaussian_mechanism_with_less_noise() -> None:
+    """n mechanisms of noise z are one of noise z / √n; the first one is the round of all clients above."""
+    one = sample_epsilon(SamplePrivacy(1.0, 4.0, 1e-5), 1)
+    assert one == pytest.approx(epsilon(Privacy(1.0, 4.0, 1e-5, 20), 20, 1), abs=1e-9)
+    assert sample_epsilon(SamplePrivacy(1.0, 8.0, 1e-5), 4) == pytest.approx(one, abs=1e-9)
+    assert sample_epsilon(SamplePrivacy(1.0, 2.0, 1e-5), 10) == pytest.approx(8.08, abs=0.01)

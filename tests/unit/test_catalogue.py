@@ -118,7 +118,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert names == {
         "strategy": [*sorted(strategies.__all__), "then"],
-        "strategy of clients": [*sorted(federated.strategies.__all__), "private"],
+        "strategy of clients": [*sorted(federated.strategies.__all__), "private", "dp_sgd"],
         "codec": sorted(CODECS),
         "wire route": ["all_gather", "reduce_scatter"],
     }
@@ -137,6 +137,7 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "then",
         *federated.strategies.__all__,
         "private",
+        "dp_sgd",
         *CODECS,
         "all_gather",
         "reduce_scatter",

@@ -155,6 +155,17 @@ class Privacy(NamedTuple):
     """The expected number of clients in a round. Each takes part with probability cohort / clients."""
 
 
+class SamplePrivacy(NamedTuple):
+    """Differential privacy of samples (`federated.dp_sgd`)."""
+
+    clip: float
+    """S, the largest norm of a sample's gradient."""
+    noise: float
+    """z: the sum of a step's gradients has noise of deviation z S."""
+    delta: float
+    """δ of (ε, δ)."""
+
+
 class SecureSum(NamedTuple):
     """Sums of clients' movements as masked integers (`federated.secure`)."""
 
@@ -235,6 +246,7 @@ class Strategy:
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `momentum`: momentum within `gradients` (`dgc`). The optimizer must then have none, or it counts twice.
     `before`: the strategy that trains first, so that this one begins with its model.
+    `sample_privacy`: gradients of single samples are clipped, and their sums have noise.
     `fit`: this strategy with a given optimizer; it raises ValueError for an optimizer that does not suit it.
     """
 
@@ -247,6 +259,7 @@ class Strategy:
     carries_optimizer: bool = False
     momentum: float = 0.0
     before: Before | None = None
+    sample_privacy: SamplePrivacy | None = None
     fit: Callable[[Strategy, Optimizer], Strategy] = any_optimizer
 
     @property
@@ -301,6 +314,11 @@ class Strategy:
         return 1 if self.distillation is None else self.distillation.groups
 
     @property
+    def is_noisy(self) -> bool:
+        """True where samples spend privacy, which is then counted."""
+        return self.sample_privacy is not None and self.sample_privacy.noise > 0
+
+    @property
     def features(self) -> frozenset[str]:
         """Names of its differences from messages between whole models; `core.calls.refusals` excludes pairs of them."""
         service = self.server
@@ -313,7 +331,8 @@ class Strategy:
             "racing": self.one_copy not in (None, "together"),
             "slices": self.slices is not None,
             "rounds": self.rounds is not None,
-            "noisy rounds": self.rounds is not None and self.rounds.is_noisy,
+            "noise": (self.rounds is not None and self.rounds.is_noisy) or self.is_noisy,
+            "private samples": self.sample_privacy is not None,
             "stages": self.schedule is not None,
             "parts": self.parted is not None,
             "groups": self.distillation is not None,
@@ -324,7 +343,10 @@ class Strategy:
     def between_equals(self) -> Strategy:
         """The two transforms alone, between workers that hold the same parameters and compute whole batches."""
         return replace(
-            self, layout=Undivided(), meeting=ByMessages() if isinstance(self.meeting, InSlices) else self.meeting
+            self,
+            layout=Undivided(),
+            meeting=ByMessages() if isinstance(self.meeting, InSlices) else self.meeting,
+            sample_privacy=None,
         )
 
     def laid_out(self, name: str, layout: Layout, meeting: Meeting | None = None) -> Strategy:

@@ -8,6 +8,7 @@ from polytempo.federated.clients import Client, Clients, Cohorts, PartitionFacts
 from polytempo.federated.partitions import Partition, by, by_size, dirichlet, iid, shards
 from polytempo.federated.privacy import private
 from polytempo.federated.real_clients import RoundRules, join, make_tickets, revoke, serve
+from polytempo.federated.sample_privacy import dp_sgd
 from polytempo.federated.sampling import Sampling, both, day_and_night, drop_outs, over_selected, weighted
 from polytempo.federated.secure_sum import FixedPoint, secure_bytes, secure_sum
 from polytempo.federated.strategies import (
@@ -46,6 +47,7 @@ __all__ = [
     "clients",
     "day_and_night",
     "dirichlet",
+    "dp_sgd",
     "drop_outs",
     "fed_adagrad",
     "fed_adam",

@@ -7,6 +7,7 @@ round 1    ●     ●                             ●
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, final
@@ -228,6 +229,8 @@ class Cohorts(Dataset[Client]):
             )
         self._took_part: set[int] = set()
         self._known_rounds = 0
+        self._turns: Counter[int] = Counter()
+        self._counted_rounds = 0
         self._likely = None if expected is None else expected / len(clients.parts)
 
     def __len__(self) -> int:
@@ -253,6 +256,16 @@ class Cohorts(Dataset[Client]):
             self._took_part |= {client.number for client in drawn if len(client)}
         self._known_rounds = rounds
         return len(self._took_part)
+
+    def most_turns(self, rounds: int) -> int:
+        """The rounds, of the first `rounds`, of the client that took part most often. Cost: as of `took_part`."""
+        if rounds < self._counted_rounds:
+            self._turns, self._counted_rounds = Counter(), 0
+        for number in range(self._counted_rounds, rounds):
+            drawn = (self[each] for each in self.order(number).tolist())
+            self._turns.update(client.number for client in drawn if len(client))
+        self._counted_rounds = rounds
+        return max(self._turns.values(), default=0)
 
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.

@@ -235,7 +235,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "sampling": options.sampling is not None,
         "client test": options.client_test is not None,
         "no rounds": strategy.rounds is None,
-        "no accountant": "noisy rounds" in strategy.features and find_spec("dp_accounting") is None,
+        "no accountant": "noise" in strategy.features and find_spec("dp_accounting") is None,
         "batch size": options.batch_size is not None or options.global_batch_size is not None,
         "folder at a URL": ":" in str(options.out),
         "profile": options.profile is not None,

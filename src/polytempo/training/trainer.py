@@ -345,7 +345,7 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         handle.begin_batch(share)
         await gradients.begin(port, batch)
-        loss = gradients.compute(batch, port.world_rank)
+        loss = gradients.compute(batch, port.world_rank, 1 / port.size if share is None else share)
         await gradients.meet(port)
         handle.clip(spec.options.clip_norm)
         handle.replica.optimizer.step()
@@ -399,7 +399,8 @@ def result_of(
         loss=summary.train_loss if score is None else score.loss,
         accuracy=None if score is None else score.accuracy,
         train_loss=summary.train_loss,
-        metrics=({} if score is None else dict(score.metrics)) | context.of_rounds(summary.steps) or None,
+        metrics=({} if score is None else dict(score.metrics)) | context.facts_after(summary.steps, summary.epochs)
+        or None,
         bytes_sent_per_rank=num_bytes / num_ranks,
         communication_share=communication_share,
         batch_size=context.spec.batch_size,

@@ -86,6 +86,8 @@ def _check_strategy(strategy: Strategy, rules: RoundRules) -> None:
         reason = "its guarantee rests on clients that all take part with equal probabilities"
     elif rounds.local.buffering is not None:
         reason = "its rounds end in an order that a clock of simulated clients gives"
+    elif strategy.sample_privacy is not None:
+        reason = "a server that asks for a round twice would learn more of samples than it counts"
     elif rounds.secure is not None:
         reason = "its masks are for simulated clients so far"
     elif not named:

@@ -12,7 +12,7 @@ from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.cluster_file import read_cluster
 from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
-from polytempo.federated import partitions, privacy, sampling
+from polytempo.federated import partitions, privacy, sample_privacy, sampling
 from polytempo.federated import strategies as federated_strategies
 from polytempo.federated.partitions import Partition
 from polytempo.federated.sampling import Sampling
@@ -26,7 +26,7 @@ from polytempo.spec.text.resolution import Function
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
 _FOLDERS |= {"strategies": strategies, "partition.schedules": schedules, "server.rules.staleness": staleness}
 _FOLDERS |= {"federated.partitions": partitions, "federated.strategies": federated_strategies}
-_FOLDERS |= {"federated.privacy": privacy, "federated.sampling": sampling}
+_FOLDERS |= {"federated.privacy": privacy, "federated.sample_privacy": sample_privacy, "federated.sampling": sampling}
 _FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data, "spec.then": then_module}
 
 

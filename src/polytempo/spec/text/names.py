@@ -60,7 +60,7 @@ class Names(NamedTuple):
     federated: Mapping[str, Function]
     """Strategies of rounds of clients."""
     private: Mapping[str, Function]
-    """The function that makes such a strategy private."""
+    """The functions that make strategies private."""
     partitions: Mapping[str, Function]
     """Partitions of data over clients."""
     samplings: Mapping[str, Function]
@@ -169,7 +169,7 @@ def names(load: Load) -> Names:
         scheduled={name: scheduled[name] for name in SCHEDULED},
         then=load("spec.then")["then"],
         federated=load("federated.strategies"),
-        private=load("federated.privacy"),
+        private={**load("federated.privacy"), **load("federated.sample_privacy")},
         partitions={name: partitions[name] for name in partitions if name != "by"},
         samplings=load("federated.sampling"),
         scheduled_data=load("data.scheduled"),

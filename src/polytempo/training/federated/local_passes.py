@@ -6,7 +6,7 @@ the round's model θ ──▶ E passes over the client's samples, by a new opti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from polytempo.federated.clients import Client
 from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.model.randomness import kept_random_states, seed_step
+from polytempo.training.federated.sample_gradients import SampleGradients
+from polytempo.training.model.randomness import kept_random_states, seed_of, seed_step
 from polytempo.training.model.run_device import beside
 
 Check = Callable[[Tensor], None]
@@ -66,6 +67,8 @@ class LocalPasses:
         """Has the learning rates of the round, by the job's schedule."""
         self._schedule = schedule_of(spec.job, self._rates, 1)
         spec.strategy.fit(spec.strategy, self._rates)
+        privacy = spec.strategy.sample_privacy
+        self._private = None if privacy is None else SampleGradients(spec.job, self.model, privacy, str(spec.strategy))
 
     def follow(self, step: int) -> None:
         """Learning rates are a round's from now on; `step` never falls."""
@@ -149,10 +152,7 @@ class LocalPasses:
             order = _order(len(client), (self._seed, step, client.number, epoch))
             for batch in client.batches(local.batch_size, order):
                 optimizer.zero_grad()
-                loss = loss_of(self._job, self.model, beside(self.model, batch))
-                if check is not None:
-                    check(loss)
-                loss.backward()
+                loss = self._descent(beside(self.model, batch), (client.number, step, len(losses)), check)
                 if local.proximal:
                     self._pull(local.proximal, received)
                 for parameter, more in zip(self.own, correction, strict=False):
@@ -160,6 +160,20 @@ class LocalPasses:
                 optimizer.step()
                 losses.append(loss.detach())
         return losses
+
+    def _descent(self, batch: Any, place: tuple[int, int, int], check: Check | None) -> Tensor:
+        """Leave a batch's gradient in `.grad`, and return its loss. `place`: client, round and step."""
+        if self._private is not None:
+            client, step, number = place
+            loss = self._private.compute(batch, seed_of(self._seed, client, step, f"noise of step {number}"))
+            if check is not None:
+                check(loss)
+            return loss
+        loss = loss_of(self._job, self.model, batch)
+        if check is not None:
+            check(loss)
+        loss.backward()
+        return loss
 
     def movement(self, received: Sequence[Tensor]) -> list[Tensor]:
         """θ - θₖ."""

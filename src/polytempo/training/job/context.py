@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,7 @@ from polytempo.core.strategy import InRounds
 from polytempo.data.shard import DataShard
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.privacy import epsilon
+from polytempo.federated.sample_privacy import sample_epsilon
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.report.status.records import Logged, row_of
 from polytempo.spec.callbacks.callback import Control
@@ -32,6 +34,9 @@ TakeStep = Callable[[Port, Any, int, float | None], Program[Tensor | None]]
 """One optimizer step of the ranks of the data port on a batch, with its number of samples and its share of the global
 batch (None: equal parts). Returns the batch's mean loss; a pipeline returns the loss of an earlier batch that has come
 back to this rank, or None."""
+
+_PART = 1e-9
+"""A part of an epoch that is the rounding of a sum."""
 
 
 class Moment(NamedTuple):
@@ -137,20 +142,32 @@ class TrainingContext:
 
     def score_rows(self, moment: Moment, score: Score) -> list[dict[str, Any]]:
         """The rows of a score: its own, and the spread of clients' accuracies as numbers that pages draw."""
-        row = score.row() | self.of_rounds(moment.step)
+        row = score.row() | self.facts_after(moment.step, moment.epoch)
         spread = {name: value for name, value in row.items() if name.startswith("clients/") and value is not None}
         rows = [moment.row("test") | {name: value for name, value in row.items() if name not in spread}]
         return rows + ([row_of(Logged(step=moment.step, values=spread))] if spread else [])
 
-    def of_rounds(self, rounds: int) -> dict[str, float]:
-        """Facts after so many rounds, earlier runs' included: ε and δ of clients with noise, and the number of clients
-        that took part where their tests are scored."""
+    def facts_after(self, steps: int, epochs: float) -> dict[str, float]:
+        """Facts after so many steps and epochs, earlier runs' included: ε and δ of clients or samples with noise, and
+        the number of clients that took part where their tests are scored."""
+        return self._of_rounds(steps) | self._of_samples(steps, epochs)
+
+    def _of_rounds(self, rounds: int) -> dict[str, float]:
         meeting = self.spec.strategy.rounds
         if meeting is None:
             return {}
         tested = isinstance(self.data.test, ClientTests)
         found = {"clients/took_part": float(self.shard.dataset.took_part(rounds))} if tested else {}
         return found | self._spent(meeting, rounds)
+
+    def _of_samples(self, steps: int, epochs: float) -> dict[str, float]:
+        privacy, meeting = self.spec.strategy.sample_privacy, self.spec.strategy.rounds
+        if privacy is None or not privacy.noise:
+            return {}
+        passes = math.ceil(epochs - _PART)
+        if meeting is not None:
+            passes = self.shard.dataset.most_turns(steps) * (meeting.local.head_epochs + meeting.local.epochs)
+        return {"epsilon": sample_epsilon(privacy, passes), "delta": privacy.delta}
 
     def _spent(self, meeting: InRounds, rounds: int) -> dict[str, float]:
         if meeting.privacy is None or not meeting.is_noisy:

@@ -13,9 +13,11 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import ClientTurns
 from polytempo.training.federated.remote_rounds import RemoteData
 from polytempo.training.federated.remote_turns import RemoteTurns
+from polytempo.training.federated.sample_gradients import SampleGradients
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
+from polytempo.training.model.randomness import seed_of
 from polytempo.training.step.replica import Replica
 
 
@@ -33,6 +35,12 @@ class StepGradients:
         of_clients = RemoteTurns if isinstance(spec.job.data, RemoteData) else ClientTurns
         sliced = SlicedGradients if spec.strategy.rounds is None else of_clients
         self._sliced = None if spec.strategy.slices is None else sliced(replica, spec)
+        self._seed, privacy = spec.seed, spec.strategy.sample_privacy
+        self._samples = (
+            None
+            if privacy is None or self._sliced is not None
+            else SampleGradients(spec.job, replica.model, privacy, str(spec.strategy))
+        )
 
     @property
     def work(self) -> float:
@@ -49,12 +57,22 @@ class StepGradients:
         if self._sliced is not None:
             await self._sliced.meet(port)
 
-    def compute(self, batch: Any, rank: int) -> Tensor:
-        """Leave the gradient in `.grad` and return the loss. The exchange may have begun; of slices it follows."""
+    def compute(self, batch: Any, rank: int, share: float = 1.0) -> Tensor:
+        """Leave the gradient in `.grad` and return the loss. The exchange may have begun; of slices it follows.
+
+        `share`: the batch's part of the global one, which has its part of a step's noise.
+        """
         if self._sliced is not None:
             with self._silent():
                 return self._sliced.compute(batch, rank)
         replica = self._replica
+        if self._samples is not None:
+            seed = seed_of(self._seed, rank, replica.step, "noise of samples")
+            with self._silent():
+                loss = self._samples.compute(batch, seed, share)
+            if replica.guard is not None and share:
+                replica.guard.loss(loss, replica.step, rank)
+            return loss
 
         def backward(part: Any, weight: float) -> Tensor:
             loss = self._objective(part)

@@ -48,6 +48,7 @@ def check_stream(spec: RunSpec, shard: DataShard) -> None:
             "balance": options.balance == "speed",
             "batch_growth": bool(options.batch_growth),
             "elastic": options.elastic,
+            "private samples": spec.strategy.sample_privacy is not None,
         }
         if spec.strategy.slices is not None or options.global_batch_size is not None:
             raise ValueError(

@@ -27,5 +27,10 @@ def kept_random_states() -> Iterator[None]:
 
 def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
     """Seed torch for one step of one rank, so resumed runs and virtual ranks draw the same numbers as real ones."""
+    seed_generators(seed_of(seed, rank, step, purpose))
+
+
+def seed_of(seed: int, rank: int, step: int, purpose: str) -> int:
+    """The seed of a rank's random numbers for a purpose in a step."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
-    seed_generators(int.from_bytes(digest, "little"))
+    return int.from_bytes(digest, "little")

@@ -72,6 +72,8 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
     It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself. A
     frozen batch norm (in eval mode) normalises every sample alike, and passes.
     """
+    if strategy.sample_privacy is not None:
+        check_each_sample(model, str(strategy))
     if strategy.slices is not None:
         check_sliced(model, strategy)
     service = strategy.server
@@ -89,7 +91,11 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
 
 def check_loss(loss: object, strategy: Strategy) -> None:
     """Raise ValueError where a strategy computes a batch in slices and the loss is known to be no mean over samples."""
-    if strategy.slices is not None or (strategy.server is not None and strategy.server.reassigns is not None):
+    if (
+        strategy.slices is not None
+        or strategy.sample_privacy is not None
+        or (strategy.server is not None and strategy.server.reassigns is not None)
+    ):
         check_by_samples(loss, str(strategy))
 
 
@@ -109,6 +115,14 @@ def check_sliced(model: nn.Module, strategy: Strategy) -> None:
             )
     if tables := sorted(sparse_tables(model)):
         raise ValueError(f"{strategy} adds dense gradients, and {tables[0]!r} has gradients by rows; use sparse=False")
+
+
+def check_each_sample(model: nn.Module, who: str) -> None:
+    """`Incompatible` (PT2522) where the gradient of a sample would depend on others."""
+    for name, module in model.named_modules():
+        mixes = isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats)
+        if mixes and module.training:
+            refuse({"private samples", "batch statistics"}, strategy=who, layer=f"{type(module).__name__} {name!r}")
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import described
-from polytempo.spec.objective import loss_of
+from polytempo.training.federated.sample_gradients import ModelLoss
 from polytempo.training.observe.user_log import logs_refused
 from polytempo.training.step.guard import Guard, first_bad
 from polytempo.training.step.replica import Replica
@@ -43,25 +43,6 @@ class Enrolled(NamedTuple):
     form: tuple[Any, ...]
 
 
-class _Objective(nn.Module):
-    """A job's loss as a module that takes any worker's parameters."""
-
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self._job = model, job
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.places = {
-            f"model.{path}.{key}".replace("..", "."): names[id(parameter)]
-            for path, module in model.named_modules()
-            for key, parameter in module.named_parameters(recurse=False)
-        }
-        """Each parameter's places, and its name: a tied one has several places, a shared module one."""
-
-    def forward(self, batch: Any) -> Tensor:
-        """The mean loss of a batch."""
-        return loss_of(self._job, self.model, batch)
-
-
 class GradientPool:
     """Computes the gradients of workers' models of `job` with parameters in `matrices`.
 
@@ -71,7 +52,7 @@ class GradientPool:
 
     def __init__(self, job: Job, matrices: WorkerMatrices) -> None:
         self._job, self._matrices = job, matrices
-        self._objective: _Objective | None = None
+        self._objective: ModelLoss | None = None
         self._models: dict[int, nn.Module] = {}
         self._replicas: dict[int, Replica] = {}
         self._reached: list[str] = []
@@ -83,7 +64,7 @@ class GradientPool:
         """The model of a worker with parameters in the matrices. ValueError for a model that cannot share passes."""
         if self._objective is None:
             check_batched(self._job, model)
-            self._objective = _Objective(self._job, model)
+            self._objective = ModelLoss(self._job, model)
         self._models[worker] = model
 
     def watch(self, worker: int, replica: Replica) -> None:
@@ -147,9 +128,7 @@ class GradientPool:
         parameters = {name: self._matrices.parameter(name, workers) for name in self._reached}
 
         def loss(parameters: Mapping[str, Tensor], batch: Any) -> Tensor:
-            named = {place: parameters[name] for place, name in objective.places.items() if name in parameters}
-            found: Tensor = functional_call(objective, named, (batch,), tie_weights=False)
-            return found.reshape(())
+            return objective.at(parameters, batch)
 
         try:
             gradients, losses = vmap(grad_and_value(loss))(parameters, batch)

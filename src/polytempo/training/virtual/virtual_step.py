@@ -74,8 +74,8 @@ def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Update
 
     gradients = StepGradients(replica, spec)
 
-    def computed(batch: Any, rank: int) -> Tensor:
-        loss = gradients.compute(batch, rank)
+    def computed(batch: Any, rank: int, share: float) -> Tensor:
+        loss = gradients.compute(batch, rank, share)
         if replica.guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
             replica.guard.gradients(replica.step, rank)
         return loss.detach()
@@ -88,7 +88,7 @@ def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Update
         else:
             passes = [piece.samples for piece in batch.pieces] if isinstance(batch, Pieces) else [samples]
         charge = charged(cost, replica, passes, gradients.work * updates.varied(1.0))
-        compute = partial(computed, batch, port.world_rank)
+        compute = partial(computed, batch, port.world_rank, 1 / port.size if share is None else share)
         work = StepWork(compute, replica.optimizer.step, share, meet=gradients.meet)
         loss: Tensor = await step_of_work(port, replica, charge, work, updates)
         return loss
