@@ -22,7 +22,7 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "federated", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition", "diagnosis"),
 }
-STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log", "stream")}
+STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log", "stream", "row_exchanges")}
 """Writers and the reader of a run's stream."""
 BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""

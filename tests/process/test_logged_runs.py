@@ -16,7 +16,7 @@ import warm
 from polytempo.core.system.folder_lock import FolderTaken
 from polytempo.jobs import find
 from polytempo.report.status.profile_trace import profiled_ranks
-from polytempo.report.status.records import Logged, LoggedImage, LoggedText, RunFinished, RunStarted
+from polytempo.report.status.records import ExchangeRow, Logged, LoggedImage, LoggedText, RunFinished, RunStarted
 from polytempo.report.status.stream import stream
 from polytempo.worlds import ProcessWorld
 from process.crew import together
@@ -56,6 +56,10 @@ def test_a_job_logs_in_each_kind_of_run(kind: str, tmp_path: Path) -> None:
     texts = [record for record in records if isinstance(record, LoggedText)]
     assert len(pictures) == len(texts) == len(logged)
     assert all((tmp_path / record.path).is_file() for record in pictures)
+    exchanged = [record for record in records if isinstance(record, ExchangeRow)]
+    assert {record.worker for record in exchanged} == ({0, 1} if kind == "served" else {None})
+    assert ({"post", "take"} if kind == "served" else {"all_reduce"}) <= exchanged[0].ops.keys()
+    assert exchanged[0].step <= 4
 
 
 def test_a_stage_that_does_not_write_says_so_once_in_its_log(tmp_path: Path) -> None:
@@ -100,6 +104,12 @@ def test_a_loop_logs_into_its_folder_and_goes_on(tmp_path: Path) -> None:
     assert [(start.job, start.workers, start.strategy) for start in starts] == [("Linear", 2, str(s.sync_sgd()))] * 2
     assert [record for record in records if isinstance(record, RunFinished)] == [RunFinished(state="finished")] * 2
     assert [record.text for record in records if isinstance(record, LoggedText)] == ["part 2"]
+    exchanged = [record for record in records if isinstance(record, ExchangeRow)]
+    later = [record for record in exchanged if record.since_step >= 2]
+    assert {record.step for record in exchanged if record not in later} <= {1, 2}, "others are of dropped rows"
+    assert [record.since_step for record in later] == [2, *(record.step for record in later[:-1])]
+    assert later[-1].step == 5
+    assert sum(record.ops["all_reduce"].count for record in later if "all_reduce" in record.ops) >= 3, "one a step"
 
 
 @pytest.mark.parametrize("schedule", [s.gpipe(2, 2), s.gpipe(2, 2, inner=s.ssp(bound=1))], ids=["gpipe", "served"])
@@ -143,6 +153,8 @@ def test_a_pipeline_logs_where_its_loss_is_and_goes_on(schedule: pt.Strategy, tm
     written = [(record.step, record.values) for record in records if isinstance(record, Logged)]
     assert written == [(step, {"loss": loss}) for step, loss in enumerate(losses, 1)]
     assert len(profiled_ranks(tmp_path)) == (0 if schedule.server else 2)
+    ops = {op for record in records if isinstance(record, ExchangeRow) for op in record.ops}
+    assert ({"post", "take"} if schedule.server else {"send", "recv"}) <= ops
 
 
 def test_a_loop_without_a_folder_names_the_argument_and_a_folder_in_use_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from polytempo.diagnosis.host_sample import HostSample, ProcessTime
 from polytempo.report.status.records import ExchangedOp, ExchangeRow
-from polytempo.training.job.step_parts import RowExchanges, step_parts
+from polytempo.report.status.row_exchanges import RankTotals, RowExchanges
+from polytempo.training.job.step_parts import step_parts
 from polytempo.training.step.pace_watch import EVERY, MAX_COST, MemoryBoard, PaceMeeting, PaceWatch
 from polytempo.worlds.trace import OpTotals
 
@@ -171,29 +172,29 @@ def test_a_board_that_is_gone_ends_the_comparison_and_not_the_run() -> None:
 
 def test_rank_0_has_the_parts_of_a_step_for_its_rows() -> None:
     clocks, ranks = watches(None, behind=False)
-    ranks[0].exchanged = lambda: {"send": OpTotals(15, 4000, 0.5), "recv": OpTotals(5, 0, 0.5)}
+    now = RankTotals({"send": OpTotals(15, 4000, 0.5), "recv": OpTotals(5, 0, 0.5)})
     for step in range(1, 8):
         for clock, watch in zip(clocks, ranks, strict=True):
             clock.steps = step
             watch.after_step(step)
-    parts = step_parts(ranks[0], 8, began_at=0, off_s=0.0, off_bytes=800)
+    parts = step_parts(ranks[0], now, 8, began_at=0, off_s=0.0, off_bytes=800)
     waits = {"wait_s": pytest.approx(1 / 3, abs=1e-3), "least_wait_s": 0.0, "read_s": 0.0}
     assert parts == {"compute_s": pytest.approx(7 / 6, abs=1e-3), **waits, "sent_bytes": 400.0, "messages": 2.5}
-    assert step_parts(ranks[1], 8, began_at=0, off_s=0.0, off_bytes=0) == {}
-    assert step_parts(None, 8, began_at=0, off_s=0.0, off_bytes=0) == {}
+    assert step_parts(ranks[1], now, 8, began_at=0, off_s=0.0, off_bytes=0) == {}
+    assert step_parts(None, now, 8, began_at=0, off_s=0.0, off_bytes=0) == {}
 
 
 def test_exchanges_are_counted_between_rows() -> None:
-    """The first row of a resumed run counts from the step that it goes on from."""
-    clock, totals = StepClock(0), dict[str, OpTotals]()
-    watch, meter = PaceWatch(None, clock, exchanged=lambda: totals), RowExchanges()
-    assert meter.since_last(watch, 4, began_at=4) is None
+    """The first row of a resumed run counts from the step that it goes on from, and nothing from before."""
+    meter = RowExchanges(worker=1)
+    meter.begin(4, RankTotals({"all_reduce": OpTotals(5, 500, 1.25)}, 2.0))
     found = list[ExchangeRow | None]()
-    for step, count in ((6, 2), (8, 2), (12, 3)):
-        totals["all_reduce"], clock.steps = OpTotals(count, 100 * count, 0.25 * count), step
-        found.append(meter.since_last(watch, step, began_at=4))
+    for step, count, waited_s in ((6, 7, 3.0), (8, 7, 3.5), (12, 8, 4.5)):
+        found.append(
+            meter.since_last(step, RankTotals({"all_reduce": OpTotals(count, 100 * count, 0.25 * count)}, waited_s))
+        )
     first, second = ({"all_reduce": ExchangedOp(n, 100 * n, 0.25 * n)} for n in (2, 1))
     assert found[1] is None
     assert [row and (row.since_step, row.step, row.ops) for row in found] == [(4, 6, first), None, (8, 12, second)]
-    assert [row and row.waited_s for row in found] == [3.0, None, 2.0]
-    assert meter.since_last(None, 13, began_at=4) is None
+    assert [row and (row.waited_s, row.worker) for row in found] == [(1.0, 1), None, (1.0, 1)]
+    assert meter.since_last(13, RankTotals()) is None

@@ -43,6 +43,20 @@ def test_each_interval_has_its_exchanges(strategy: Any, ops: list[dict[str, tupl
     assert all(each.waited_s > 0 and sum(op.seconds for op in each.ops.values()) > 0 for each in found.values())
 
 
+def test_each_worker_of_a_server_has_its_messages(tmp_path: Path) -> None:
+    """The records of a worker follow each other, and have all that it has sent until its last row."""
+    strategy = s.downpour(push_every=2, pull_every=2)
+    pt.simulate(job(), strategy, 4, pt.cluster.ethernet(), steps=STEPS, out=tmp_path)
+    records = [each for each in stream(tmp_path) if isinstance(each, ExchangeRow)]
+    for worker in range(4):
+        own = [each for each in records if each.worker == worker]
+        assert len(own) == STEPS // EVERY
+        assert [each.since_step for each in own] == [0, *(each.step for each in own[:-1])]
+        posts = [each.ops["post"] for each in own]
+        assert sum(each.bytes for each in posts) >= STEPS // 2 * NUM_BYTES > 0
+        assert all("take" in each.ops and each.waited_s > 0 for each in own)
+
+
 def test_one_worker_exchanges_nothing(tmp_path: Path) -> None:
     pt.simulate(job(), s.sync_sgd(), 1, pt.cluster.ethernet(), steps=24, out=tmp_path)
     records = stream(tmp_path)

@@ -76,7 +76,8 @@ def scalars(record: StreamRecord) -> dict[str, float]:
         return _by_worker(record.values, record.worker)
     if isinstance(record, ExchangeRow):
         totals = ((op, name, value) for op, each in record.ops.items() for name, value in asdict(each).items())
-        return {"exchange/waited_s": record.waited_s} | {f"exchange/{op}/{name}": value for op, name, value in totals}
+        sums = {f"exchange/{op}/{name}": value for op, name, value in totals}
+        return _by_worker({"exchange/waited_s": record.waited_s} | sums, record.worker)
     if not isinstance(record, TrainRow | TestRow):
         return {}
     plain: dict[str, Any] = msgspec.to_builtins(record)

@@ -27,6 +27,7 @@ from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.event_log import logged
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted
+from polytempo.report.status.row_exchanges import totals_of
 from polytempo.report.status.rows import METRIC_KINDS
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
@@ -143,6 +144,7 @@ class Trainer:
             first_steps=len(shard) if options.batch_growth else 0,
             growth=norm_growth(spec, part.replica, shard) or geometric_growth(spec, shard),
             balance=SpeedBalance(shard, part.replica) if options.balance == "speed" else None,
+            exchanged=lambda: totals_of(self.world),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:

@@ -58,7 +58,7 @@ class RunColumns:
         self.parts: dict[str, Any] = {}
         """The parts of a step from the last row that has them."""
         self.exchanged: dict[str, Any] | None = None
-        """The last record of exchanges."""
+        """The last record of exchanges; of several workers the first one's."""
         self.slow: dict[str, str] = {}
         """The last diagnosis of each slow rank, or worker, by its name."""
         self.recent: list[tuple[int, float, float, float | None]] = []
@@ -96,7 +96,8 @@ class RunColumns:
         elif isinstance(record, Logged):
             self._own(record)
         elif isinstance(record, ExchangeRow):
-            self.exchanged = msgspec.to_builtins(record)
+            if self.exchanged is None or (record.worker or 0) <= (self.exchanged["worker"] or 0):
+                self.exchanged = msgspec.to_builtins(record)
         else:
             if isinstance(record, Diagnosis) and record.about == "slow rank" and len(self.slow) < _MOST_MARKS:
                 self.slow[record.who] = record.text

@@ -103,7 +103,8 @@ class ExchangedOp(msgspec.Struct, frozen=True):
 
 
 class ExchangeRow(_Record, frozen=True, kw_only=True, tag="exchange"):
-    """The exchanges of rank 0 between two rows of training. Scores and checkpoints exchange, too."""
+    """The exchanges of one rank between two rows: of rank 0, of the worker of a parameter server, or of the rank that
+    writes the folder of a loop. Scores and checkpoints exchange, too."""
 
     step: _Count
     since_step: _Count
@@ -111,7 +112,8 @@ class ExchangeRow(_Record, frozen=True, kw_only=True, tag="exchange"):
     waited_s: Number
     """Seconds that the rank waited for other ranks meanwhile."""
     ops: Annotated[dict[_Name, ExchangedOp], msgspec.Meta(max_length=100)]
-    """Totals by operation, as the trace names them: `all_reduce`, `send`."""
+    """Totals by operation, as the trace names them: `all_reduce`, `send`; with a server `post` and `take`."""
+    worker: _Count | None = None
 
 
 class CheckpointSaved(_Record, frozen=True, kw_only=True, tag="checkpoint"):

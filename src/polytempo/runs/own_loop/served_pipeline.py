@@ -71,7 +71,7 @@ class ServedPipeline(LoggingHandle):
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
         """`between`: the strategy that names the server; `strategy` itself, if it has the stages already."""
-        super().__init__()
+        super().__init__(lambda: self._epochs.traced)
         self._world, self._strategy, self._between, self._start = world, strategy, between, start
         self._seed, self.schedule = seed, schedule_of(strategy)
         assert strategy.server is not None

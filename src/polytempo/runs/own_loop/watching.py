@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.status.records import RunStarted
+from polytempo.report.status.row_exchanges import RankTotals, TracedRank, totals_of
 from polytempo.spec.callbacks.reading import Callbacks
 from polytempo.spec.text.profiled_steps import ProfiledSteps, profiled_steps
 from polytempo.spec.tracker_call import trackers_of
@@ -28,6 +30,7 @@ class WatchedLoop(Protocol):
 
     loop_log: LoopLog
     profiler: StepProfiler | None
+    traced: Callable[[], TracedRank | None]
 
 
 class Watching(NamedTuple):
@@ -57,12 +60,16 @@ class Watching(NamedTuple):
         `step()`: steps so far."""
         if self.out is None:
             return
-        folder, job = None, type(model).__name__
+        folder, job, here = None, type(model).__name__, ref(loop)
+
+        def exchanged() -> tuple[int, RankTotals]:
+            return step(), totals_of(None if (found := here()) is None else found.traced())
+
         if writes:
             start = RunStarted(
                 job=job, strategy=str(strategy), world="process", workers=world.size, environment=versions()
             )
-            folder = LoopFolder(self.out, start, self.trackers)
+            folder = LoopFolder(self.out, start, self.trackers, exchanged)
             if world.deaths is not None:
                 world.deaths.on_death(folder.died)
         loop.loop_log.begin(UserLog(None if folder is None else folder.record, self.out, step), folder)

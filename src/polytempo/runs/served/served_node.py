@@ -156,6 +156,7 @@ class _Part:
         run_device(spec.options, spec.strategy, local=hosts[: role.node].count(hosts[role.node]))
         context = self._program.context(stages=stages)
         with self._joined() as (_, world):
+            context.exchanged = world.trace.exchanged
             attendance = world.drive(performed_work(world.port, group, context, client, stages, leaving))
         return self._told(world) | {
             "attendance": list(attendance),

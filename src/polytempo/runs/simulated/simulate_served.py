@@ -117,7 +117,7 @@ class ServedSimulation:
             self.tally.on_save = partial(refuse, {"asked checkpoint", "server", "simulated"})
         self._host = host
         for context in self.contexts:
-            context.record = record
+            context.record, context.exchanged = record, self.world.trace.exchanged
         self.scores = self._scores()
         self.nodes = self._nodes()
 

@@ -9,6 +9,7 @@ from typing import Any
 from polytempo.cluster import Cluster
 from polytempo.diagnosis.bound import UsedLink
 from polytempo.diagnosis.pace import RankTimes
+from polytempo.report.status.row_exchanges import RankTotals
 from polytempo.training.job.context import TrainingContext, TrainingSummary
 from polytempo.training.job.run_bound import bound_of
 from polytempo.training.step.pace_watch import MemoryBoard, PaceMeeting, PaceWatch
@@ -43,10 +44,14 @@ def watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) ->
             stage = context.holding.stage_report()
             who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
             meeting = PaceMeeting(board, rank, len(contexts), who=who)
-            exchanged = partial(world.trace.exchanged, rank)
-            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank), exchanged=exchanged)
+            context.replica.pace = PaceWatch(meeting, VirtualClock(world, rank))
+        context.exchanged = partial(_totals, world, rank)
     if first.replica.pace is not None:
         first.replica.pace.tell = lambda row: first.record(row)
+
+
+def _totals(world: VirtualWorld, rank: int) -> RankTotals:
+    return RankTotals(world.trace.exchanged(rank), VirtualClock(world, rank).waited_s())
 
 
 def bound_of_outcome(

@@ -24,6 +24,7 @@ from polytempo.data.sample_account import SampleAccount
 from polytempo.data.shard import DataShard
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
+from polytempo.report.status.row_exchanges import totals_of
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import data_of, schedule_of
 from polytempo.spec.rates.plateau import Plateau
@@ -186,9 +187,8 @@ class ElasticTraining:
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
         self._stop = self._some_leave = self._save = False
-        handle = self._attached(world, view)
+        handle = self._handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
-        self._handle = handle
         shard = self._shard(port.rank, port.size)
         self.context = TrainingContext(
             spec=spec,
@@ -204,6 +204,7 @@ class ElasticTraining:
             record=self._record if self._host is None else self._host.recording(self._record),
             host=self._host,
             asks=self._taken_requests,
+            exchanged=lambda: totals_of(world),
         )
         if view.stateful:
             world.drive(self._share(port, view, self.context))
@@ -421,7 +422,6 @@ class ElasticTraining:
         self._applied(await self._commit(port, self._round, *found))
 
     async def _commit(self, port: Port, own: LocalRound, steps: int, place: dict[str, Any]) -> Committed:
-        assert self.context is not None
         self._next_place = place
         self.member.exchanged(steps)
         wishes = self._wishes()

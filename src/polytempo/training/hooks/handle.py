@@ -51,7 +51,7 @@ class Handle(LoggingHandle):
         self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
         """True while the hooks are on."""
-        super().__init__()
+        super().__init__(lambda: world)
         self.callbacks: LoopCallbacks | None = None
         """The loop's callbacks, where `attach` was given some."""
         self.threaded: ThreadedModel | None = None

@@ -18,6 +18,7 @@ from polytempo.federated.privacy import epsilon
 from polytempo.federated.sample_privacy import sample_epsilon
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.report.status.records import Logged, row_of
+from polytempo.report.status.row_exchanges import RankTotals, RowExchanges
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job import Data, Job
 from polytempo.spec.run_options import RunOptions
@@ -25,7 +26,6 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.evaluate import Score
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth
-from polytempo.training.job.step_parts import RowExchanges
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
 from polytempo.training.step.replica import Replica
@@ -133,6 +133,8 @@ class TrainingContext:
     """The last step with a checkpoint, written or under way."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
+    exchanged: Callable[[], RankTotals] = RankTotals
+    """The exchanges of this rank so far."""
     exchanges: RowExchanges = field(default_factory=RowExchanges)
     """The exchanges since the last row of training."""
 

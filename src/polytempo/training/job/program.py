@@ -64,6 +64,7 @@ async def _trained(port: Port, context: TrainingContext, log: UserLog) -> Traini
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
     scored_step = context.replica.step
+    context.exchanges.begin(scored_step)
     if context.shard.num_samples is not None:
         await _move_rate(port, context, clock)  # a score that ended with the last group of an elastic run
     while not _over(context):
@@ -307,9 +308,10 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
     grown |= {} if context.balance is None else context.balance.row
-    parts = parts_of(context.replica, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row
+    now = context.exchanged()
+    parts = parts_of(context.replica, now, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row
     context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | held | noise | grown | parts)
-    exchanged = context.exchanges.since_last(context.replica.pace, moment.step, context.resumed_at or 0)
+    exchanged = context.exchanges.since_last(moment.step, now)
     if exchanged is not None:
         context.record(row_of(exchanged))
 

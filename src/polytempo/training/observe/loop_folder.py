@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,19 +15,27 @@ from polytempo.core.system.folder_lock import held
 from polytempo.core.system.url_path import Place
 from polytempo.report.status.event_log import EventLog, logged
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.report.status.records import RunStarted, diagnosis_of
+from polytempo.report.status.records import RunStarted, diagnosis_of, row_of
+from polytempo.report.status.row_exchanges import RankTotals, RowExchanges, TracedRank
 from polytempo.trackers.tracked import tracked_loop
 from polytempo.training.observe.user_log import UserLog, set_user_log
 from polytempo.training.step.step_profiler import StepProfiler
+
+_EVERY_S = 1.0
+"""Seconds between two records of exchanges, so that a loop that logs in each step does not write twice as many rows."""
 
 
 class LoopFolder:
     """Holds the folder `out` from its making to `close`, or to the end of the program. Files begin with the first row.
 
-    They are new ones, unless the loop has loaded a state: then rows up to its step stay. Errors: `FolderTaken`.
+    They are new ones, unless the loop has loaded a state: then rows up to its step stay. `exchanged()`: the loop's step
+    and this rank's exchanges so far. A record of them follows a row, at most once a second, and comes at the end.
+    Errors: `FolderTaken`.
     """
 
-    def __init__(self, out: Place, start: RunStarted, trackers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, out: Place, start: RunStarted, trackers: Sequence[Any], exchanged: Callable[[], tuple[int, RankTotals]]
+    ) -> None:
         self._out, self._start, self._trackers = out, start, trackers
         self._stack = ExitStack()
         self._stack.enter_context(held(files.run_folder(out)))
@@ -37,15 +45,26 @@ class LoopFolder:
         atexit.register(self._at_exit)
         self._events: EventLog | None = None
         self._began_s = time.time()
+        self._exchanged, self._exchanges, self._due_s = exchanged, RowExchanges(), 0.0
+        self._exchanges.begin(*exchanged())
 
     def resumed(self, step: int) -> None:
         """The loop goes on after so many steps."""
         if self._writer is None:
             self._resumed_at = step
+            self._exchanges.begin(step)
 
     def record(self, row: dict[str, Any]) -> None:
         """Write a row."""
         self._opened().write(row)
+        if time.monotonic() >= self._due_s:
+            self._write_exchanges()
+
+    def _write_exchanges(self) -> None:
+        self._due_s = time.monotonic() + _EVERY_S
+        found = self._exchanges.since_last(*self._exchanged())
+        if found is not None:
+            self._opened().write(row_of(found))
 
     def died(self, death: FirstFailure) -> None:
         """Write the first failure of the ranks."""
@@ -65,6 +84,7 @@ class LoopFolder:
         if not self._closed:
             atexit.unregister(self._at_exit)
             self._opened()
+            self._write_exchanges()
             self._closed = True
             self._stack.__exit__(None if error is None else type(error), error, None)
 
@@ -113,7 +133,9 @@ class LoopLog:
 class LoggingHandle:
     """The part of a loop's handle, or of its pipeline, that shows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, traced: Callable[[], TracedRank | None]) -> None:
+        self.traced = traced
+        """The world of this rank's exchanges; None before its server has begun."""
         self.loop_log = LoopLog()
         """The loop's folder, where it was given one."""
         self.profiler: StepProfiler | None = None

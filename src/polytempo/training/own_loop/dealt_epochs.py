@@ -23,6 +23,7 @@ from polytempo.training.model.agree import agree
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.own_loop.ticket_loop import ServerLink, TicketLoop
 from polytempo.worlds import ProcessWorld
+from polytempo.worlds.process.mail import MailWorld
 
 ALONE_S = 300.0
 """Seconds that a world of one waits for its server."""
@@ -82,6 +83,11 @@ class DealtEpochs:
     def loop(self) -> TicketLoop | None:
         """The rank's part of the run; None before the first epoch."""
         return None if self.joined is None else self.joined.loop
+
+    @property
+    def traced(self) -> MailWorld | None:
+        """The world of the rank's messages to the server; None before the first epoch."""
+        return None if self.joined is None else self.joined.loop.world
 
     @property
     def within(self) -> bool:

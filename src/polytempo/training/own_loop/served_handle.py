@@ -53,7 +53,7 @@ class ServedHandle(LoggingHandle):
         self._start, self._allow_nan = start, allow_nan
         self.attached = True
         """True while the hooks are on."""
-        super().__init__()
+        super().__init__(lambda: self._epochs.traced)
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self._masters = masters_of(model, optimizer, precision)

@@ -94,8 +94,8 @@ class TicketLoop:
     ) -> None:
         plan, topology, self.rank = facts.plan, facts.plan.topology, rank
         self._client = plan.client(rank, plan.incarnation + life - 1)
-        self._world = MailWorld(rank, link.mail, plan.hosts, max_events=0)
-        port = self._world.port
+        self.world = MailWorld(rank, link.mail, plan.hosts, max_events=0)
+        port = self.world.port
         self._port = port.among(topology.beside(rank))
         self._calls = ServerCalls(self._client, port, device_of(model))
         self._stage = stage
@@ -268,7 +268,7 @@ class TicketLoop:
     def _drive(self, program: Program[T]) -> T:
         if self._messages is not None:
             program = self._among_stages(program, self._messages)
-        return self._world.drive(interpreted(program, self._calls.perform))
+        return self.world.drive(interpreted(program, self._calls.perform))
 
     async def _among_stages(self, program: Program[T], messages: StageMessages) -> T:
         """Run the program with messages between the replica's stages, which meet before the first one."""

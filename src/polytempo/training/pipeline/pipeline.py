@@ -56,7 +56,7 @@ class Pipeline(LoggingHandle):
         seed: int,
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
-        super().__init__()
+        super().__init__(lambda: world)
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
         _check_max_norm(max_norm, self.schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from polytempo.training.served.part_noise import PartNoise
 from polytempo.training.served.rate_schedule import RateSchedule
 from polytempo.training.served.served_replica import Trained
 from polytempo.training.step.guard import Guard
+from polytempo.worlds.trace import OpTotals
 
 ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
 """Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
@@ -57,6 +58,8 @@ class ServedContext:
     record: Callable[[dict[str, Any]], None] | None = None
     """Takes rows that the job's functions log. None: they go with the worker's rows, in its messages, which a virtual
     world charges for."""
+    exchanged: Callable[[int], Mapping[str, OpTotals]] = lambda worker: {}
+    """The messages of a worker so far, by operation."""
     trained: Trained | None = None
     """The trained parameters of `model`; None: the worker looks them up."""
 

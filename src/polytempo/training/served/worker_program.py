@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from polytempo.core import Port, Program
 from polytempo.core.calls.refusals import refuse
+from polytempo.report.status.records import row_of
+from polytempo.report.status.row_exchanges import RankTotals, RowExchanges
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
@@ -203,8 +205,10 @@ class _TicketWorker:
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
-        record = context.record or (lambda row: self._rows.append(json.dumps(row).encode()))
-        self.log = UserLog(None if context.out is None else record, context.out, self._finished, client.worker)
+        self._record = context.record or (lambda row: self._rows.append(json.dumps(row).encode()))
+        self._exchanges = RowExchanges(client.worker)
+        record = None if context.out is None else self._record
+        self.log = UserLog(record, context.out, self._finished, client.worker)
         """Takes the values that the job's functions log."""
 
     @property
@@ -246,6 +250,8 @@ class _TicketWorker:
     async def _step(self, ticket: Ticket) -> None:
         port = self._port
         await port.mark(self._steps)
+        if not self._steps:
+            self._exchanges.begin(self.served.step_of(ticket))
         if self._context.stage is None:
             batch = self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
             samples = await written_to(self.log, batch)
@@ -370,3 +376,7 @@ class _TicketWorker:
         noise = measured.row if measured is not None and measured.sends else {}
         waits = {"idle_share": self.served.idle_s / max(lived_s, 1e-9), "staleness": staleness}
         self._rows.append(json.dumps(facts | waits | noise | {"worker": self._client.worker}).encode())
+        totals = RankTotals(self._context.exchanged(self._client.worker), self.served.idle_s)
+        exchanged = self._exchanges.since_last(self._finished(), totals)
+        if exchanged is not None:
+            self._record(row_of(exchanged))

@@ -16,7 +16,6 @@ from polytempo.diagnosis.host_sample import host_sample
 from polytempo.diagnosis.pace import PaceSnapshot
 from polytempo.training.step.pace_watch import PaceMeeting, PaceWatch
 from polytempo.worlds import ProcessWorld
-from polytempo.worlds.trace import OpTotals
 
 LEAST_LOST_S = 0.005
 """A rank that loses less than this in a step is not named: on a busy host that is noise."""
@@ -99,11 +98,7 @@ def watch_pace(world: ProcessWorld, strategy: Strategy, series: int, stage: int 
             samples=host_sample,
             least_lost_s=LEAST_LOST_S,
         )
-
-    def exchanged() -> Mapping[str, OpTotals]:
-        return world.trace.exchanged(world.rank)  # a run begins a trace of its own
-
-    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow, exchanged=exchanged)
+    return PaceWatch(meeting, ProcessClock(world), behind=BEHIND, tell=say_slow)
 
 
 def say_slow(row: Mapping[str, Any]) -> None:

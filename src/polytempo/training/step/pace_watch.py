@@ -23,7 +23,6 @@ from polytempo.diagnosis.pace import PaceSnapshot, RankTimes, window_between
 from polytempo.diagnosis.sentence import UNREAD, slow_row
 from polytempo.diagnosis.slow_rank import SlowRank, SlowRankJudge
 from polytempo.training.checkpoint.background import Background
-from polytempo.worlds.trace import OpTotals
 
 EVERY = 3
 """Steps between two snapshots, at least."""
@@ -80,13 +79,10 @@ class PaceWatch:
         *,
         behind: bool = False,
         tell: Callable[[dict[str, Any]], None] = lambda row: None,
-        exchanged: Callable[[], Mapping[str, OpTotals]] = dict,
     ) -> None:
         self._meeting, self._clock, self._behind = meeting, clock, behind
         self.tell = tell
         """Takes rows about slow ranks, on rank 0."""
-        self.exchanged = exchanged
-        """The messages and collectives of this rank so far, by operation."""
         self.told: list[dict[str, Any]] = []
         """The rows so far, on rank 0."""
         self._thread: Background | None = None

@@ -120,13 +120,13 @@ export function runPage(id, parameters) {
       facts.command ? element("section", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "The command that repeats it"), copy), element("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, element("code", {}, ...facts.command.split(/( )/).map((word) => word === " " ? word : element("span", {}, word))))) : null));
   }
 
-  // Rank 0's exchanges between its last two rows of training.
+  // The exchanges of rank 0, or of the first worker of a server, between its last two rows.
   function drawExchanges(found) {
     showSection(exchanges, Boolean(found));
     if (!found) return;
     const steps = Math.max(1, found.step - found.since_step), ops = Object.entries(found.ops);
     const rows = ops.map(([op, each]) => [op.replaceAll("_", "-"), number(each.count / steps, 3), bytes(each.bytes / steps), seconds(each.seconds / steps)]);
-    exchanges.replaceChildren(element("p", { class: "quiet" }, `Rank 0, steps ${whole(found.since_step)} to ${whole(found.step)}: it waited ${seconds(found.waited_s / steps)} a step. An exchange lasts from its start to its end, and computing goes on meanwhile where it can.`),
+    exchanges.replaceChildren(element("p", { class: "quiet" }, `${found.worker === null ? "The rank that writes the rows" : `Worker ${found.worker}`}, steps ${whole(found.since_step)} to ${whole(found.step)}: it waited ${seconds(found.waited_s / steps)} a step. An exchange lasts from its start to its end, and computing goes on meanwhile where it can.`),
       table([{ name: "Kind", text: true }, "A step", "Sent a step", "Lasts a step"], rows, { label: "Exchanges" }));
   }
 
