@@ -13,6 +13,7 @@ import polytempo as pt
 from polytempo.cli.main import app
 from polytempo.cli.options.measured_hosts import beyond_measured, measured_workers
 from polytempo.cli.predict.measure import check_cluster_file, price_in
+from polytempo.cli.run import train
 from polytempo.cluster import KernelSpeed, Speeds
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, to_toml
 from polytempo.runs.calibration.earlier import changed
@@ -123,3 +124,22 @@ def test_what_cannot_be_validated(
     _, err = asked(capsys, "validate", str(tmp_path), "--cluster", "ethernet", *arguments, code=2)
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_train_prices_the_change_that_its_bound_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bound of the run, with the planner's price on the named cluster."""
+    cluster = replace(pt.cluster.ethernet(), flops_per_s=1e7)
+    result = pt.simulate("digits", pt.strategies.sync_sgd(), 2, cluster, steps=4)
+    monkeypatch.setattr(train, "run", lambda *given, **more: result)
+    out, _ = asked(capsys, "train", "digits", "--cluster", written(tmp_path, HOST), "--out", str(tmp_path / "run"))
+    assert result.bound is not None
+    begin = f"{result.bound['text']} Priced on this cluster: "
+    said = " ".join(out.split())
+    assert begin in said
+    assert 1.5 < float(said.partition(begin)[2].split()[0]) < 2.1, (
+        "computing is nearly all of a step: twice the workers"
+    )
+    out, _ = asked(capsys, "train", "digits", "--out", str(tmp_path / "another"))
+    assert "Priced" not in out

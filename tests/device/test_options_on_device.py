@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from device.crew import check_all, first_fault, together
 from laws import test_adapters as adapters
-from polytempo.cli.predict.validate import _device_of as device_of
+from polytempo.cli.options.measured_hosts import device_of
 from polytempo.engines.local_engine import launch
 from polytempo.training.observe.trained_model import trained_model
 from polytempo.worlds import ProcessWorld

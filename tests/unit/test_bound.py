@@ -91,34 +91,35 @@ def test_a_pipeline_waits_in_its_bubble() -> None:
         (
             CASES[0],
             "Data bounds this run: 55 % of a step of 145 ms gets batches. Try getting batches in the background "
-            "(num_workers of a DataLoader) first: at best 1.8 times the samples per second.",
+            "(num_workers of a DataLoader) first: by its own figures at best 1.8 times the samples per second.",
         ),
         (
             CASES[5],
             "Computing bounds this run: 100 % of a step of 201 ms computes. Try 2 workers on as many processors "
-            "again first: at best 2.0 times the samples per second.",
+            "again first: by its own figures at best 2.0 times the samples per second.",
         ),
         (
             CASES[15],
             "Exchange bounds this run, by its bytes: 54 % of a step of 704 ms exchanges 400 MB a rank in 8 operations, "
-            "by an assumed link. Try bf16_sgd() first: at best 1.4 times the samples per second, if the loss allows "
-            "it; `polytempo plan run` prices it with its loss.",
+            "by an assumed link. Try bf16_sgd() first: by its own figures at best 1.4 times the samples per second, "
+            "if the loss allows it; `polytempo plan run` prices it with its loss.",
         ),
         (
             CASES[20],
-            "Stragglers bound this run: 27 % of a step of 146 ms waits for rank 3. Try a run without rank 3 first: at "
-            "best 3 %.",
+            "Stragglers bound this run: 27 % of a step of 146 ms waits for rank 3. Try a run without rank 3 first: by "
+            "its own figures at best 3 %.",
         ),
         (
             CASES[24],
             "The parameter server bounds this run: 74 % of a step of 81 ms waits for the server, which computes 95 % "
-            "of the time. Try twice as many shards first: at best 1.6 times the samples per second.",
+            "of the time. Try twice as many shards first: by its own figures at best 1.6 times the samples per second.",
         ),
         (
             CASES[28],
             "Too small a batch bounds this run: 54 % of a step of 71 ms exchanges 50 MB a rank in 2 operations, and a "
-            "worker's batch has 32 samples, and the noise scale is 5,000. Try batches of 64 samples first: at best 1.4 "
-            "times the samples per second, if the loss allows it; `polytempo plan run` prices it with its loss.",
+            "worker's batch has 32 samples, and the noise scale is 5,000. Try batches of 64 samples first: by its own "
+            "figures at best 1.4 times the samples per second, if the loss allows it; `polytempo plan run` prices it "
+            "with its loss.",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",

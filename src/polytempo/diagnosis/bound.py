@@ -317,7 +317,8 @@ def _spent(kind: str, facts: StepParts) -> str:
 def _brought(gain: float) -> str:
     if gain < 1.02:
         return "no gain is predicted"
-    return f"at best {gain:.1f} times the samples per second" if gain >= 1.1 else f"at best {100 * (gain - 1):.0f} %"
+    more = f"{gain:.1f} times the samples per second" if gain >= 1.1 else f"{100 * (gain - 1):.0f} %"
+    return f"by its own figures at best {more}"
 
 
 def _time(seconds: float) -> str:

@@ -55,9 +55,10 @@ class CommandOptions:
     available: Annotated[Path | None, Option(RUN, "PROGRAM", TRAIN)] = None
     """A program that prints how many workers there may be now; it is run every 2 s."""
     cluster: Annotated[
-        str | None, Option(RUN, "C", (*SIMULATE, *SWEEP), read=values.cluster, complete=cluster_names)
+        str | None, Option(RUN, "C", (*TRAIN, *SIMULATE, *SWEEP), read=values.cluster, complete=cluster_names)
     ] = None
-    """The machines to simulate, such as 'ethernet(gbit_per_s=10)'."""
+    """The machines to simulate, such as 'ethernet(gbit_per_s=10)'. With `train`: a file of `calibrate`, to price the
+    change that the run's bound names."""
     stragglers: Annotated[
         str | None, Option(RUN, "D", SIMULATE, read=values.distribution, complete=distribution_names)
     ] = None

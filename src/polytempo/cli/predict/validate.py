@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from polytempo import jobs
-from polytempo.cli.options.measured_hosts import say_beyond_measured
+from polytempo.cli.options.measured_hosts import device_of, say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.prediction_options import ValidateOptions
 from polytempo.core import Strategy
 from polytempo.core.system.files import RESULT
-from polytempo.device import HOST
 from polytempo.engines.processes import janitor
 from polytempo.planner.bound_price import with_price
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
 from polytempo.report.runs import as_written, load_run
-from polytempo.report.status.stream import ends_of
 from polytempo.runs.simulated.asked_device import here, on_asked_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
@@ -40,7 +38,7 @@ def validate(asked: ValidateOptions) -> None:
     with as_written(run / RESULT, "facts of the run"):
         precision = None if result.get("precision") is None else parse_precision(str(result["precision"]["dtype"]))
         result = {name: result[name] for name in _NEEDED} | result
-    strategy, device = parse_strategy(result["strategy"]), _device_of(run)
+    strategy, device = parse_strategy(result["strategy"]), device_of(run)
     described = on_asked_device(parse_cluster(cluster), device)
     _check_even(run, result, strategy)
     say_beyond_measured(cluster, result["workers"])
@@ -74,12 +72,6 @@ def validate(asked: ValidateOptions) -> None:
     print(_verdict(found))
     if bound:
         print(f"\n{bound}")
-
-
-def _device_of(run: Path) -> str:
-    """The kind of the device that the run's workers computed on; the host, if the run does not say."""
-    start, _ = ends_of(run)
-    return HOST.type if start is None else start.environment.get("device", HOST.type)
 
 
 def _job_of(run: Path, name: str, given: str | None) -> Job:

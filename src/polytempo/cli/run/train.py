@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import typer
 
+from polytempo.cli.options.measured_hosts import device_of
 from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
+from polytempo.device import HOST
 from polytempo.engines.engine import parse_engine
+from polytempo.planner.bound_price import with_price
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.available_program import AvailableProgram
 from polytempo.runs.run import join, run
-from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.runs.simulated.asked_device import on_asked_device
+from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 
 def train(request: RunRequest) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
     command, taken, world, engine_name = request
     strategy = parse_strategy(command.strategy)
+    cluster = None if command.cluster is None else on_asked_device(parse_cluster(command.cluster), taken.device)
     with notes_on_stderr():
         job = found_job(request.job)
     check_url(taken)
@@ -47,6 +52,9 @@ def train(request: RunRequest) -> None:
                 if available is not None:
                     available.close()
     figures = result.as_json()
+    if first and cluster is not None and taken.out is not None:
+        device = HOST.type if device_of(taken.out) == HOST.type else taken.device
+        figures = with_price(figures, job, taken.data, on_asked_device(cluster, device))
     if first:
         (show_json if command.json else show_result)(figures)
     if say_unreached([figures] if first else []):
