@@ -312,7 +312,7 @@ class RunOptions:
     """Show the run in tensorboard, wandb:project=x, mlflow:http://host:5000, prometheus:9464, …; again for another.
 
     As text, `pt.trackers.wandb(project="x")`, or an object with the four calls of `pt.trackers.Tracker`. They read the
-    run's folder in a process beside the run, which does not wait for them. See `docs/trackers.md`.
+    run's folder in a process beside the run, which does not wait for them. See `docs/trackers/index.md`.
     """
 
     profile: Annotated[ProfiledSteps | None, Option(FOLDER, "STEPS", PROCESSES, read=profiled_steps)] = None
