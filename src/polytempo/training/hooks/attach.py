@@ -159,6 +159,7 @@ def attach_alike(
     """`attach` for ranks that hold the same state already, each its own copy: it compares and sends nothing."""
     check_attachable(model, optimizer, strategy)
     handle = _hooked(world, model, optimizer, strategy, options)
+    handle.replica.pace = watch_pace(world, strategy, 0, compares=False)
     set_handle(model, handle)
     return handle
 
@@ -173,8 +174,8 @@ def _handle(
         world.drive(begin_alike(ports.data, model, optimizer, shares=group is not None))
     series = next_series(world)
     handle = _hooked(world, model, optimizer, strategy, options, group, series=series)
-    if options.commit is None:  # members of an elastic run come and go
-        handle.replica.pace = watch_pace(world, strategy, series)
+    compares = options.commit is None  # members of an elastic run come and go
+    handle.replica.pace = watch_pace(world, strategy, series, compares=compares)
     return handle
 
 

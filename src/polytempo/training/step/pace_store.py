@@ -77,13 +77,16 @@ class ProcessClock:
         return self._world.waited_s
 
 
-def watch_pace(world: ProcessWorld, strategy: Strategy, series: int, stage: int | None = None) -> PaceWatch:
-    """The watch of this rank of `world`. `series`: the model's number in its world. `stage`: of a pipeline.
+def watch_pace(
+    world: ProcessWorld, strategy: Strategy, series: int, stage: int | None = None, *, compares: bool = True
+) -> PaceWatch:
+    """The watch of this rank of `world`. `series`: the model's number in its world. `stage`: of a pipeline. `compares`:
+    False if ranks only count their seconds.
 
     Ranks that compute unequal numbers of slices are not compared, nor ranks in groups of more than 1,024.
     """
     meeting = None
-    if 1 < world.size <= _MOST_RANKS and strategy.slices is None:
+    if compares and 1 < world.size <= _MOST_RANKS and strategy.slices is None:
         rank = f"rank {world.rank}"
         try:
             store = PrefixStore(f"polytempo/pace/{series}", _get_default_store())
