@@ -112,6 +112,28 @@ def test_a_loop_logs_into_its_folder_and_goes_on(tmp_path: Path) -> None:
     assert sum(record.ops["all_reduce"].count for record in later if "all_reduce" in record.ops) >= 3, "one a step"
 
 
+def test_a_loop_that_is_shown_has_the_bits_and_the_exchanges_of_another(tmp_path: Path) -> None:
+    def trained(world: ProcessWorld, **shown: Any) -> tuple[list[float], dict[str, int]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = pt.attach(model, optimizer, s.local_sgd(period=2), world=world, on_drift="ignore", **shown)
+        before = world.trace.exchanged(world.rank)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3)).square().mean().backward()
+            optimizer.step()
+            if shown:
+                handle.log(step=step, own=1.0)
+        handle.detach()
+        after = world.trace.exchanged(world.rank)
+        sent = {op: each.sent_bytes - (before[op].sent_bytes if op in before else 0) for op, each in after.items()}
+        return [p.sum().item() for p in model.parameters()], sent
+
+    for shown, quiet in together(2, lambda world: [trained(world, out=tmp_path), trained(world)]):
+        assert shown == quiet
+
+
 @pytest.mark.parametrize("schedule", [s.gpipe(2, 2), s.gpipe(2, 2, inner=s.ssp(bound=1))], ids=["gpipe", "served"])
 def test_a_pipeline_logs_where_its_loss_is_and_goes_on(schedule: pt.Strategy, tmp_path: Path) -> None:
     """A shown pipeline has the bits of another one."""

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -123,7 +123,8 @@ class UserLog:
 
     def _note(self, text: str) -> None:
         if self._record is not None:
-            print(f"note: {text}", file=sys.stderr)
+            with suppress(OSError):  # the log may be on the same disk
+                print(f"note: {text}", file=sys.stderr)
 
 
 def unwritten_at(port: Port) -> str:
