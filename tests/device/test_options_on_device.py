@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from device.crew import check_all, first_fault, together
 from laws import test_adapters as adapters
-from polytempo.cli.options.measured_hosts import device_of
 from polytempo.engines.local_engine import launch
+from polytempo.runs.simulated.asked_device import device_of
 from polytempo.training.observe.trained_model import trained_model
 from polytempo.worlds import ProcessWorld
 from silent_tracker import SilentTracker

@@ -1,4 +1,4 @@
-"""The machines that figures are of: the hosts that a cluster's file was measured on, and the device of a run."""
+"""A note for a simulation with more hosts than its cluster's file was measured on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 from polytempo.cluster.cluster_file import read_measured
-from polytempo.core.system.url_path import Place
-from polytempo.device import HOST
-from polytempo.report.status.stream import ends_of
 
 
 def measured_workers(cluster: str | None) -> int | None:
@@ -35,12 +32,6 @@ def say_beyond_measured(cluster: str | None, workers: int) -> None:
     said = beyond_measured(cluster, workers)
     if said is not None:
         print(f"note: {said}", file=sys.stderr)
-
-
-def device_of(run: Place) -> str:
-    """The kind of the device that the run's workers computed on; the host, if the run does not say."""
-    start, _ = ends_of(run)
-    return HOST.type if start is None else start.environment.get("device", HOST.type)
 
 
 def _measured(cluster: str | None) -> tuple[int, int] | None:

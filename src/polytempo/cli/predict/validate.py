@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo import jobs
-from polytempo.cli.options.measured_hosts import device_of, say_beyond_measured
+from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.prediction_options import ValidateOptions
@@ -16,7 +16,7 @@ from polytempo.engines.processes import janitor
 from polytempo.planner.bound_price import with_price
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
 from polytempo.report.runs import as_written, load_run
-from polytempo.runs.simulated.asked_device import here, on_asked_device
+from polytempo.runs.simulated.asked_device import device_of, here, on_asked_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.precision import parse_precision

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from polytempo.cli.options.measured_hosts import device_of
 from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
@@ -14,7 +13,7 @@ from polytempo.planner.bound_price import with_price
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.available_program import AvailableProgram
 from polytempo.runs.run import join, run
-from polytempo.runs.simulated.asked_device import on_asked_device
+from polytempo.runs.simulated.asked_device import device_of, on_asked_device
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 

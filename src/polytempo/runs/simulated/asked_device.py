@@ -13,7 +13,9 @@ from dataclasses import replace
 from polytempo.cluster import Cluster
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
+from polytempo.core.system.url_path import Place
 from polytempo.device import HOST, accelerator_kind
+from polytempo.report.status.stream import ends_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.training.model.run_device import suits_device
 
@@ -27,6 +29,12 @@ def on_asked_device(cluster: Cluster, device: str) -> Cluster:
     if measured is not None and kind not in ("auto", HOST.type, measured.kind):
         refuse({"device", "calibration"}, device=kind, measured=measured.name, kind=measured.kind, cluster=cluster.name)
     return replace(cluster, device=None) if kind == HOST.type else cluster
+
+
+def device_of(run: Place) -> str:
+    """The kind of the device that the run's workers computed on; the host, if the run does not say."""
+    start, _ = ends_of(run)
+    return HOST.type if start is None else start.environment.get("device", HOST.type)
 
 
 def on_suited_device(cluster: Cluster, strategy: Strategy) -> Cluster:
