@@ -94,6 +94,7 @@ def test_private_movements_are_rounded_towards_zero() -> None:
         lambda: fed.secure(fed.fed_coded(codec=int8())),
         lambda: fed.secure(fed.q_fed_avg()),
         lambda: fed.secure(fed.scaffold()),
+        lambda: fed.secure(fed.secure()),
         lambda: fed.fed_robust(fed.secure()),
         lambda: fed.fed_coded(fed.secure(), int8()),
     ],

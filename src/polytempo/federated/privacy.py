@@ -14,6 +14,7 @@ from torch import Tensor
 from polytempo.aggregation import mean
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Strategy, call_name
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.strategy import InRounds, LocalTraining, Privacy
 from polytempo.federated.rounds import by_samples
 
@@ -61,6 +62,9 @@ def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float
             f"private takes rounds of clients that send movements alone, weighed by their samples, and {inner} does "
             "not; give fed_avg, fed_avg_m, fed_prox, fed_adam, fed_yogi or fed_adagrad"
         )
+    if inner.sample_privacy is not None:
+        reason = "private counts clients, and dp_sgd samples: a run has one ε"
+        refuse({"private samples", "other strategy"}, strategy=inner, reason=reason)
     cohort = rounds.number
     places = _most_drawn(cohort) + 1
 

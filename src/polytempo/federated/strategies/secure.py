@@ -27,8 +27,8 @@ def secure(
     stay in a sum (None: two thirds of the clients that have trained, and one).
 
     The gradient is wrong by cohort · 2^-(fraction + 1) at most. A client's weighted movement has numbers below
-    2^(bits - 1 - fraction) / cohort, or the run ends; take fewer bits of fraction, or 64 bits. Numbers of samples,
-    losses and the sum are not hidden.
+    2^(bits - 1 - fraction) / cohort (with `private`: over its places, which are more), or the run ends; take fewer
+    bits of fraction, or 64 bits. Numbers of samples, losses and the sum are not hidden.
 
     `secure(private(…))` rounds towards 0, so that no movement gets longer, and noise is added to the sum.
 
@@ -58,6 +58,7 @@ def secure(
 def unsummable(rounds: InRounds) -> str | None:
     """The need of rounds that a sum of movements does not meet; None: it meets all."""
     found = {
+        "its sums are secure already": rounds.secure is not None,
         "its merge compares single movements": rounds.merge is not None,
         "codes of single movements do not add up under masks": rounds.codec is not None,
         "it weighs clients by losses and movements of their own": bool(rounds.local.fairness),
