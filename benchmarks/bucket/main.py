@@ -32,6 +32,7 @@ from polytempo.jobs.digits import job
 from polytempo.worlds.object_store.object_store import ObjectStore
 from polytempo.worlds.object_store.objects import objects_at
 from polytempo.worlds.object_store.rounds import history
+from polytempo.worlds.object_store.store_log import logged
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compression"))
 
@@ -62,14 +63,17 @@ def main() -> None:
         ledger = json.loads((Path(folder) / "ledger.json").read_text())
     cluster = f"bucket(mbit_per_s={asked.mbit}, latency_ms=0.05)"
     cost = bucket_round(pt.parse_strategy(asked.strategy), job.model(), SITES, cluster)["bucket"]
-    heads = "accuracy | seconds | median s of a step with a round | puts | gets | sent | received | sites out of reach"
+    heads = "accuracy | seconds | median s of a step with puts | puts | gets | sent | received | sites out of reach"
     print(f"| site | {heads} |")
     print("|---|---|---|---|---|---|---|---|---|")
     for site, row in enumerate(found):
         sizes = f"{row['sent'] / 1e3:.0f} kB | {row['received'] / 1e3:.0f} kB"
         numbers = f"{row['accuracy']:.1%} | {row['seconds']:.1f} | {row['round_s']:.2f} | {row['puts']} | {row['gets']}"
         print(f"| {site} | {numbers} | {sizes} | {row['unreachable']} of {SITES - 1} |")
-    print(f"{ledger['rounds']} rounds, {ledger['once']} samples of epochs once, {ledger['not once']} not;", end=" ")
+    print(
+        f"{ledger['rounds']} rounds or pushes, {ledger['once']} samples of epochs once, {ledger['not once']} not;",
+        end=" ",
+    )
     print(f"rounds without a site: {ledger['lost']}; price of a round: {cost['seconds']:.3f} s, {cost['puts']} puts")
 
 
@@ -144,18 +148,20 @@ def is_closed(address: str) -> bool:
 
 
 def counted() -> dict[str, Any]:
-    """Count the times that the rounds have each sample of each epoch."""
-    rows = list(history(ObjectStore(objects_at(URL), URL)))
+    """Count the times that rounds or pushes have each sample of each epoch."""
+    store = ObjectStore(objects_at(URL), URL)
+    rows = list(history(store))
+    lines = [row["ledger"][str(member)] for row in rows for member in row["members"]]
+    pushes = [entry["mine"] for entry in logged(store) if entry["kind"] == "push"]
     times: Counter[tuple[int, int]] = Counter()
-    for row in rows:
-        for member in row["members"]:
-            for epoch, start, stop in row["ledger"][str(member)]["spans"]:
-                times.update((epoch, place) for place in range(start, stop))
+    for line in lines or pushes:
+        for epoch, start, stop in line["spans"]:
+            times.update((epoch, place) for place in range(start, stop))
     whole = max(epoch for epoch, _ in times)  # the last steps of a run are in no round
     samples = len(pt.data.digits().train)
     once = sum(times[epoch, place] == 1 for epoch in range(whole) for place in range(samples))
     lost = [row["lost"] for row in rows if row["lost"]]
-    return {"rounds": len(rows), "once": once, "not once": whole * samples - once, "lost": lost}
+    return {"rounds": len(rows or pushes), "once": once, "not once": whole * samples - once, "lost": lost}
 
 
 def site(given: dict[str, Any]) -> None:
@@ -168,23 +174,21 @@ def site(given: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
     handle = pt.attach(model, optimizer, given["strategy"])
     batches = pt.shard(digits.train, batch_size=job.batch_size)
-    began_s, rounds_s, before = time.monotonic(), [], world.rounds.round
+    began_s, rounds_s, requests = time.monotonic(), [], world.rounds.store.requests
     while batches.epoch < EPOCHS:
         for x, y in batches:
             if number == KILLED and not given["life"] and handle.step == given["kill"] > 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(given["step_ms"] / 1e3)
-            step_s = time.monotonic()
+            step_s, before = time.monotonic(), requests.puts
             optimizer.zero_grad()
             functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            if world.rounds.round > before:
-                before = world.rounds.round
+            if requests.puts > before:
                 rounds_s.append(time.monotonic() - step_s)
     seconds = time.monotonic() - began_s
     world.leave()
     images, labels = digits.test.tensors
-    requests = world.rounds.store.requests
     found = {
         "accuracy": (model(images).argmax(dim=1) == labels).float().mean().item(),
         "seconds": seconds,

@@ -99,8 +99,10 @@ class LogLoop:
         self._log = StoreLog(rounds.store, self._apply, self._dump, save_every=_SAVED * rounds.workers)
         self._change_members()
         self._come()
+        values = list(trainable(model, optimizer).values())
         with torch.no_grad():
-            nn.utils.vector_to_parameters(self._answered(), trainable(model, optimizer).values())
+            for value, part in zip(values, self._answered().split([v.numel() for v in values]), strict=True):
+                value.copy_(part.view_as(value))
 
     # ------------------------------------------------------------------ the transform
 
@@ -157,7 +159,7 @@ class LogLoop:
                 since_s = now_s
             else:
                 looks.pause(since_s + self._rounds.wait_s)
-        return self._answer.clone()
+        return self._answer
 
     def _absent(self) -> dict[str, Any] | None:
         """Leave out the workers that others wait for."""
@@ -212,7 +214,8 @@ class LogLoop:
         return self._worker in self._members and self._lives.get(self._worker) == self._rounds.life
 
     def _take(self) -> None:
-        self._answer, self._basis = self._shard.weights, self._shard.version
+        """Answer with the present parameters, which later entries do not change."""
+        self._answer, self._basis = self._shard.weights.clone(), self._shard.version
 
     def _apply(self, entry: LogEntry) -> None:
         about = entry.about
