@@ -18,6 +18,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import polytempo as pt
+from laws.test_store_log import counted as pushed
 from laws.test_store_rounds import ONCE, WORKERS, counted, crew_of, loop, rows
 from polytempo.worlds.object_store.object_store import ObjectStore, StoreFailed, StoreRequests, packed
 from polytempo.worlds.object_store.objects import objects_at
@@ -155,6 +156,19 @@ def test_faults_of_the_server_change_no_bit(url: str, server: Faulty, kind: str,
     server.fault = lambda number: kind if torch.rand((), generator=random) < 1 / one_of else ""
     for model, _ in trained(url)[0]:
         assert torch.equal(model, expected)
+
+
+@pytest.mark.parametrize("fault", ["", "503", "lost"])
+def test_a_log_of_movements_counts_each_sample_once(url: str, server: Faulty, fault: str) -> None:
+    random = torch.Generator().manual_seed(3)
+    server.fault = lambda number: fault if torch.rand((), generator=random) < 1 / 6 else ""
+    crew = Crew(WORKERS, wait_s=100.0)
+    for worker in range(WORKERS):
+        crew.add(worker, loop("async_diloco(period=4)"), objects=objects_at(url))
+    for found in crew.run():
+        assert not isinstance(found, BaseException), found
+    server.fault = lambda number: ""
+    assert pushed(objects_at(url)) == ONCE  # type: ignore[arg-type]
 
 
 def test_join_bucket_takes_the_url(url: str) -> None:
