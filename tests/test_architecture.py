@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "trackers", *STREAM},
     "interop": {*BELOW_TRAINING, "training"},
-    "jobs": {"spec.job", "spec.rates.schedules", "data"},
+    "jobs": {"spec.job", "spec.rates.schedules", "spec.text.call", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
     "runs": {
         *BELOW_TRAINING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,9 @@ def test_init_writes_a_job_that_trains_a_table(
     (tmp_path / "t.csv").write_text("\n".join([header + ",price" * (target == "price"), *more]))
     made = tmp_path / "job.toml"
     said, _ = asked(capsys, "init", str(tmp_path / "t.csv"), "--target", target, "--out", str(made), "--epochs", "1")
-    assert said == f"{made}: 32 samples to learn from, 8 to measure with\npolytempo train {made} --workers 2\n"
+    learns = f"{made}: 32 samples to learn from, 8 to measure with\npolytempo train {made} --workers 2\n"
+    kind = {"kind": "2 classes: a, b", "colour": "2 classes: blue, red", "price": "a number"}[target]
+    assert said == f"predicted: {target}, {kind}\n{learns}"
     assert model in made.read_text()
     assert f'loss = "{loss}"' in made.read_text()
     found = pt.simulate(str(made), "sync_sgd", 2, batch_size=4)
@@ -249,7 +252,7 @@ def test_init_writes_a_job_of_json_lines(
     made = tmp_path / "job.toml"
     data, test = str(tmp_path / "part-*.jsonl"), str(tmp_path / "part-1.jsonl")
     said, _ = asked(capsys, "init", data, "--target", target, "--test", test, "--out", str(made))
-    assert said.startswith(f"{made}: 16 samples to learn from, 8 to measure with\n")
+    assert f"{made}: 16 samples to learn from, 8 to measure with\n" in said
     assert 'path = "part-*.jsonl", test_path = "part-1.jsonl"' in made.read_text()
     assert model in made.read_text()
     assert f'loss = "{loss}"' in made.read_text()
@@ -276,7 +279,19 @@ def test_init_writes_a_job_of_pictures(tmp_path: Path, capsys: pytest.CaptureFix
         (["t.jsonl", "--target", "x"], "--target x: t.jsonl has no such column; its columns are a, b"),
         (["t.jsonl"], "t.jsonl: no column but b has numbers"),
         (["t.jsonl", "--target", "a"], "--target a: the column has values other than numbers"),
-        (["t.csv", "--out", "job.py"], "--out job.py: must end with .toml"),
+        (["t.csv", "--out", "job.yaml"], "--out job.yaml: must end with .toml or .py"),
+        ([], "name the data: polytempo init DATA"),
+        (["s3://bucket/t.csv"], "at a URL there may be files of Parquet or JSON lines"),
+        (["t.csv", "--kind", "number"], "--kind number: column kind of t.csv has cells that are not numbers"),
+        (["t.csv", "--model", "torchvision:resnet18"], "its models take pictures; name a folder of them, not t.csv"),
+        (["t.csv", "--model", "perceptron(inputs=9, outputs=2)"], "model(input) raised RuntimeError"),
+        (["t.csv", "--model", "perceptron(3)"], "perceptron(3): name each argument"),
+        (["t.csv", "--optimizer", "SGDD"], "torch.optim has no 'SGDD' (did you mean SGD, ASGD?)"),
+        (["t.csv", "--optimizer", "SGD(lr=1"], "is never closed"),
+        (["t.csv", "--loss", "l1_loss", "--target", "colour"], "loss(output, target) raised "),
+        (["t.csv", "--schedule", "Cosine"], "did you mean CosineAnnealingLR"),
+        (["t.csv", "--metric", "F1Score"], "write NAME=module:object"),
+        (["t.csv", "--metric", "f1=torchmetrix:F1Score"], "there is no module 'torchmetrix'"),
         (["t.csv", "--strategy", "local"], "there is no strategy 'local'"),
     ],
 )
@@ -290,8 +305,62 @@ def test_mistakes_of_init_are_named(
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text(TABLE)
     Path("t.jsonl").write_text('{"a": "x", "b": 1}\n')
-    _, error = asked(capsys, "init", *arguments, code=2)
+    _, error = asked(capsys, "init", *arguments, code=1 if "raised" in complaint else 2)
     assert complaint in error
+    assert not [*Path().glob("job.*")]
+
+
+@pytest.mark.parametrize("out", ["job.toml", "job.py"])
+def test_init_takes_all_parts_by_name(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both forms are the same job: their runs have the same bits."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text(TABLE)
+    parts = ["--optimizer", "SGD(momentum=0.5)", "--schedule", "StepLR(step_size='1 epoch', gamma=0.5)", "--lr", "0.1"]
+    parts += [
+        "--loss",
+        "torch.nn:CrossEntropyLoss(label_smoothing=0.1)",
+        "--metric",
+        "mean=polytempo.spec.job:most_likely",
+    ]
+    parts += ["--model", "polytempo.jobs.models:perceptron(inputs=3, outputs=2)", "--track", "tensorboard"]
+    asked(capsys, "init", "t.csv", *parts, "--batch-size", "8", "--epochs", "2", "--out", out)
+    job = jobs.find(out if out == "job.toml" else "job.py:job")
+    assert isinstance(job.loss, nn.CrossEntropyLoss)
+    assert (job.lr, job.batch_size, job.epochs, [*job.metrics]) == (0.1, 8, 2, ["mean"])
+    written = replace(
+        job,
+        model=lambda: nn.Sequential(
+            *(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)),
+        ),
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.5),
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, steps, 0.5),
+        metrics={},
+    )
+    one, other = (pt.simulate(each, "sync_sgd()", 2) for each in (replace(job, metrics={}), written))
+    assert one.parameters_sha256 == other.parameters_sha256
+    if out == "job.toml":
+        assert 'trackers = ["tensorboard"]' in Path(out).read_text()
+
+
+def test_init_without_data_asks_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text(TABLE)
+    answers = iter(["", "no.csv", "t.csv", "colour", "", "SGD(", "SGD", "fast", "0.5", "", "local_sgd(period=2)", "3"])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    said, _ = asked(capsys, "init")
+    assert next(answers, "none left") == "none left"
+    for complaint in ("there is no such file or folder", "is never closed", "could not convert"):
+        assert complaint in said
+    text = Path("job.toml").read_text()
+    for part in ('target = "colour"', 'optimizer = "SGD"', "lr = 0.5", "epochs = 10", "workers = 3"):
+        assert part in text
+    _, error = asked(capsys, "init", code=2)  # before the first question
+    assert "job.toml exists; --force overwrites it" in error
 
 
 # ---------------------------------------------------------------------- readers

@@ -67,6 +67,16 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "few.csv")
     assert model.score(tmp_path / "whole.csv").loss > 0
+    model.predict(tmp_path / "outputs.csv", tmp_path / "whole.csv")
+    header, *rows = (tmp_path / "outputs.csv").read_text().splitlines()
+    found = torch.tensor([[float(cell) for cell in row.split(",")[1:]] for row in rows])
+    if target == "kind":
+        assert header == "sample,a,b"
+        torch.testing.assert_close(found, whole)
+        return
+    assert header == "sample,price"
+    prices = torch.tensor([float(ROWS[row]["price"]) for row in order[:32]])
+    torch.testing.assert_close(found, whole * prices.std(correction=0) + prices.mean())
 
 
 @pytest.mark.parametrize(
@@ -108,6 +118,8 @@ def test_pictures_need_no_classes(tmp_path: Path) -> None:
     assert len(model.outputs(tmp_path / "more")) == 10
     assert torch.equal(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "more")[5:])
     assert torch.equal(model.outputs(tmp_path / "pets"), model.outputs())
+    model.predict(tmp_path / "outputs.csv")
+    assert (tmp_path / "outputs.csv").read_text().startswith("sample,cat,dog\n")
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "pets" / "dog")
     (tmp_path / "empty").mkdir()

@@ -145,15 +145,17 @@ def test_workers_read_the_bytes_once(form: str, workers: int, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-@pytest.mark.parametrize("place", ["kept", "not kept"])
+@pytest.mark.parametrize("place", ["kept", "small", "not kept"])
 def test_processes_read_small_row_groups_and_footers_once(
     place: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five rows a group: footers are most of a file. They are read once, by the process that counts first; a process
-    holds its own where the cache folder keeps none."""
+    """Five rows a group: footers are most of a file. They are read once, by the process that counts first: the cache
+    folder keeps them, and of small files together; a process holds its own where the filesystem has no times."""
     from polytempo.data.streams.sources import parquet
 
-    monkeypatch.setattr(parquet, "KEPT_FROM_BYTES", 0 if place == "kept" else 1 << 30)
+    monkeypatch.setattr(parquet, "KEPT_FROM_BYTES", 0 if place == "kept" else 1 << 20)
+    if place == "not kept":
+        monkeypatch.setattr(stream_files, "_TAGS", ())
     sizes, read = list[int](), list[int]()
     for part in range(6):
         (tmp_path / f"part-{part}.parquet").write_bytes(content := parquet_file(part * 300, 300))
@@ -179,7 +181,7 @@ def test_processes_read_small_row_groups_and_footers_once(
         seen += [int(n) for numbers_, _ in shard for n in numbers_[: shard.local_samples]]
     assert sorted(seen) == list(range(1800))
     footers = sum(len(parquet._footer_bytes(file)) for file in stream_files.find_files(names))
-    again = 0 if place == "kept" else workers - 1
+    again = workers - 1 if place == "not kept" else 0
     assert sum(read) - footers <= 1.1 * sum(sizes) + again * footers
 
 
@@ -228,6 +230,26 @@ def test_a_kept_index_is_taken_and_a_damaged_one_is_not(
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(TypeError):  # it does count
         source(f"{tmp_path}/*.{ending}", as_tuple=(column,))
+
+
+def test_small_files_share_a_kept_index_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("POLYTEMPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_index, "SMALL_TOGETHER", 2)
+    monkeypatch.setattr(kept_index, "MOST_SMALL", 4)
+    for part in range(5):
+        (tmp_path / f"part-{part}.jsonl").write_text('{"n": 1}\n' * (part + 1))
+    for count in range(1, 6):
+        source = data.json_lines([tmp_path / f"part-{part}.jsonl" for part in range(count)])
+        assert source.counts == list(range(1, count + 1))
+    assert 2 <= len(list((tmp_path / "cache").glob("*.small"))) <= 4
+    assert not list((tmp_path / "cache").glob("*.index"))
+    data.json_lines([tmp_path / f"part-{part}.jsonl" for part in range(5)])
+    with monkeypatch.context() as patch:
+        patch.setattr(marked_files.MarkedFiles, "_marks", None)  # it would have to count
+        assert data.json_lines([tmp_path / f"part-{part}.jsonl" for part in range(5)]).counts == [1, 2, 3, 4, 5]
+    (tmp_path / "part-4.jsonl").write_text('{"n": 1}\n')
+    assert data.json_lines(str(tmp_path / "part-4.jsonl")).counts == [1]
 
 
 def test_json_lines_have_blanks_a_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ class _Parts:
         except ModuleNotFoundError as error:
             raise ValueError(f"{self._path}: {part} = {text!r}: there is no module {error.name!r}") from error
         except AttributeError:
-            near = get_close_matches(name, dir(found), 3)
-            meant = f" (did you mean {', '.join(near)}?)" if near else ""
+            near = get_close_matches(name, dir(found), 3) or [
+                each for each in dir(found) if name.lower() in each.lower()
+            ]
+            meant = f" (did you mean {', '.join(near[:3])}?)" if near else ""
             raise ValueError(f"{self._path}: {part} = {text!r}: {module} has no {name!r}{meant}") from None
         return found
 

@@ -2,137 +2,230 @@
 
 from __future__ import annotations
 
-import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polytempo.cli.run.init_options import InitOptions
+from polytempo import jobs
+from polytempo.cli.run.init_options import InitOptions, shards_reader
 from polytempo.data.readers.csv_regression import MAX_CATEGORIES, csv_classes, csv_regression, finite_number, read_table
 from polytempo.data.readers.images import images
 from polytempo.data.streams.sources.json_lines import json_lines
 from polytempo.data.streams.sources.parquet import parquet
-from polytempo.jobs.job_file import job_from_file
-from polytempo.spec.job_calls import data_of
+from polytempo.jobs.job_text import JobParts, PartCall, python_text, toml_text
+from polytempo.spec.job_calls import data_of, model_of
+from polytempo.spec.objective import judged
+from polytempo.spec.table.option import entries
+from polytempo.training.job.sample_batches import SampleBatches
 
-SHARDS = {
-    ".parquet": "parquet",
-    **dict.fromkeys(
-        [f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".bz2", ".xz", ".zst")],
-        "json_lines",
-    ),
-}
-"""Endings of names of files in shards, and their readers in `polytempo.data`."""
 _FEW = 20
 """Different numbers in a target that are taken for classes, at most."""
+_ASKED = ("files", "target", "model", "optimizer", "lr", "epochs", "strategy", "workers")
+_SHOWN = 6
+
+
+class DataFacts(NamedTuple):
+    """The facts of the data that decide a job."""
+
+    data: PartCall
+    inputs: int | None
+    """Numbers of a sample; None for a picture."""
+    outputs: int
+    has_classes: bool
+    about: str
+    """The target, for a person."""
 
 
 def init(asked: InitOptions) -> None:
-    """Look at the data, and write the file."""
+    """Look at the data, and write the file. It is there only if a batch goes through its model and its loss."""
     if asked.out.exists() and not asked.force:
         raise ValueError(f"{asked.out} exists; --force overwrites it, or name another file by --out")
-    reader = next((reader for ending, reader in SHARDS.items() if asked.files.name.endswith(ending)), None)
+    if asked.files is None:
+        asked = _answered(asked)
+    assert asked.files is not None
+    reader = shards_reader(asked.files)
     if asked.test is not None and reader is None:
         raise ValueError("--test: a CSV table and a folder of pictures are split by the job; leave --test out")
-    table = _pictures if asked.files.is_dir() else _table
-    asked.out.write_text(table(asked) if reader is None else _shards(asked, reader))
-    data = data_of(job_from_file(asked.out), None)
-    num_train, num_test = len(data.train), len(data.test or ())  # type: ignore[arg-type]
+    files = Path(asked.files)
+    facts = _shards(asked, reader) if reader else (_pictures if files.is_dir() else _table)(asked, files)
+    parts = _parts(asked, facts)
+    before = asked.out.read_bytes() if asked.out.exists() else None
+    name = str(asked.out) if asked.out.suffix == ".toml" else f"{asked.out}:job"
+    try:
+        write = toml_text if asked.out.suffix == ".toml" else python_text
+        asked.out.write_text(write(parts, asked.out.name))
+        num_train, num_test = _tried(name)
+    except BaseException:
+        asked.out.unlink() if before is None else asked.out.write_bytes(before)
+        raise
+    print(facts.about)
     print(f"{asked.out}: {num_train:,} samples to learn from, {num_test:,} to measure with")
-    print(f"polytempo train {asked.out} --workers {asked.workers}")
+    rest = "".join(f" --track {each!r}" for each in parts.run.get("trackers", ()))
+    more = f" --strategy '{asked.strategy}'{rest}" if asked.out.suffix == ".py" else ""
+    print(f"polytempo train {name} --workers {asked.workers}{more}")
 
 
-def _table(asked: InitOptions) -> str:
-    names, rows = read_table(asked.files)
-    target = asked.target or names[-1]
-    if target not in names:
-        raise ValueError(f"--target {target}: {asked.files} has no such column; its columns are {', '.join(names)}")
+def _tried(name: str) -> tuple[int, int]:
+    """The numbers of samples to learn from and to measure with, after two samples have gone through the job."""
+    job = jobs.find(name)
+    data = data_of(job, None)
+    train: Any = data.train
+    model = model_of(job).eval()
+    samples = SampleBatches(train, data.collate, "the training set")
+    with torch.no_grad():
+        for batch, number in samples.between(0, min(2, samples.length)):
+            judged(job, model, batch, number)
+    return len(train), len(data.test or ())  # type: ignore[arg-type]
+
+
+def _answered(asked: InitOptions) -> InitOptions:
+    """The options, with a person's answers in place of the most important ones."""
+    if not sys.stdin.isatty():
+        raise ValueError("name the data: polytempo init DATA; on a terminal it asks")
+    print(f"The job goes to {asked.out}. Enter takes the value in brackets.")
+    rows, answers = entries(InitOptions), dict[str, Any]()
+    for name in _ASKED:
+        row, default = rows[name], getattr(asked, name)
+        shown = f" [{default.text if isinstance(default, PartCall) else default}]" if default is not None else ""
+        question = row.help.replace(" Without it, questions are asked.", "").partition(" Default: ")
+        rest = f" [{question[2].rstrip('.')}]" if not shown and question[2] else shown
+        while name not in answers:
+            text = input(f"{name}: {question[0]}{rest}\n> ").strip()
+            if not text and name == "files":
+                continue
+            if not text:
+                break
+            try:
+                kind = row.plain_kind
+                answers[name] = row.checked(kind(text) if kind in (int, float) else text)
+            except ValueError as error:
+                print(f"  {error}")
+    return replace(asked, **answers)
+
+
+# ---------------------------------------------------------------------- the data
+
+
+def _table(asked: InitOptions, files: Path) -> DataFacts:
+    names, rows = read_table(files)
+    target = _target(asked, names)
     cells = [row[names.index(target)] for row in rows]
-    different = len(set(cells))
-    are_classes = different <= _FEW or not all(finite_number(cell) is not None for cell in cells)
-    if are_classes and not 2 <= different <= MAX_CATEGORIES:
+    different = sorted(set(cells))
+    are_numbers = all(finite_number(cell) is not None for cell in cells)
+    are_classes = asked.kind == "classes" or not are_numbers or (asked.kind is None and len(different) <= _FEW)
+    if asked.kind == "number" and not are_numbers:
+        raise ValueError(f"--kind number: column {target} of {files} has cells that are not numbers")
+    if are_classes and not 2 <= len(different) <= MAX_CATEGORIES:
         raise ValueError(
-            f"--target {target}: the column has {different} different values, and not all are numbers; choose another"
+            f"--target {target}: the column has {len(different)} different values, and not all are numbers; choose "
+            "another"
         )
-    split = (csv_classes if are_classes else csv_regression)(asked.files, target)
-    inputs = split.train.tensors[0].shape[1]
-    reader, outputs = ("csv_classes", different) if are_classes else ("csv_regression", 1)
-    return _file(
-        asked,
-        f'{{ call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [64, 64] }}',
-        f'{{ call = "{reader}", path = {_path(asked, asked.files)}, target = {_quoted(target)} }}',
-        "cross_entropy" if are_classes else "mse_loss",
-    )
+    split = (csv_classes if are_classes else csv_regression)(files, target)
+    data = PartCall("csv_classes" if are_classes else "csv_regression", {"path": _path(asked), "target": target})
+    about = f"{_about(asked, target)}, {_listed(different) if are_classes else 'a number'}"
+    return DataFacts(data, split.train.tensors[0].shape[1], len(different) if are_classes else 1, are_classes, about)
 
 
-def _shards(asked: InitOptions, reader: str) -> str:
+def _shards(asked: InitOptions, reader: str) -> DataFacts:
     """Numbers of all columns but the target as one vector. One pass over the target's column finds its kind."""
-    read = parquet if reader == "parquet" else json_lines
-    first = next(iter(read(str(asked.files))))
-    names = list(first)
-    target = asked.target or names[-1]
-    if target not in names:
-        raise ValueError(f"--target {target}: {asked.files} has no such column; its columns are {', '.join(names)}")
-    numbers = [name for name in names if name != target and isinstance(first[name], Tensor)]
+    read, files = parquet if reader == "parquet" else json_lines, str(asked.files)
+    first = next(iter(read(files)))
+    target = _target(asked, list(first))
+    numbers = [name for name in first if name != target and isinstance(first[name], Tensor)]
     if not numbers:
-        raise ValueError(f"{asked.files}: no column but {target} has numbers; write the job's data and model by hand")
-    found = [each for (each,) in read(str(asked.files), as_tuple=[target])]
+        raise ValueError(f"{files}: no column but {target} has numbers; write the job's data and model by hand")
+    found = [each for (each,) in read(files, as_tuple=[target])]
     if not all(isinstance(each, Tensor) and each.dim() == 0 for each in found):
         raise ValueError(f"--target {target}: the column has values other than numbers; choose another")
     values = torch.stack(found)
-    are_classes = not values.is_floating_point() and values.min() >= 0 and values.max() < MAX_CATEGORIES
+    countable = not values.is_floating_point() and bool(values.min() >= 0) and bool(values.max() < MAX_CATEGORIES)
+    are_classes = countable if asked.kind is None else asked.kind == "classes"
+    if are_classes and not countable:
+        raise ValueError(f"--kind classes: column {target} has other values than whole numbers from 0 to 99")
     outputs = max(2, int(values.max()) + 1) if are_classes else 1
+    data = PartCall(reader, {"path": _path(asked), "as_tuple": [numbers, target if are_classes else [target]]})
+    kind = f"{outputs} classes by number" if are_classes else "a number"
     inputs = sum(first[name].numel() for name in numbers)
-    kept = f"[{', '.join(map(_quoted, numbers))}], {_quoted(target) if are_classes else f'[{_quoted(target)}]'}"
-    test = "" if asked.test is None else f", test_path = {_path(asked, asked.test)}"
-    return _file(
-        asked,
-        f'{{ call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [64, 64] }}',
-        f'{{ call = "{reader}", path = {_path(asked, asked.files)}{test}, as_tuple = [{kept}] }}',
-        "cross_entropy" if are_classes else "mse_loss",
+    return DataFacts(data, inputs, outputs, are_classes, f"{_about(asked, target)}, {kind}")
+
+
+def _pictures(asked: InitOptions, files: Path) -> DataFacts:
+    if asked.target is not None:
+        raise ValueError("--target: pictures are predicted by the names of their folders; leave --target out")
+    train, _ = images(files)
+    data = PartCall("images", {"path": _path(asked), "size": asked.size})
+    return DataFacts(data, None, len(train.classes), True, f"predicted: the folder, {_listed(train.classes)}")
+
+
+def _target(asked: InitOptions, names: list[str]) -> str:
+    target = asked.target or names[-1]
+    if target not in names:
+        raise ValueError(f"--target {target}: {asked.files} has no such column; its columns are {', '.join(names)}")
+    return target
+
+
+def _about(asked: InitOptions, target: str) -> str:
+    return f"predicted: {target}{'' if asked.target else ' (the last column; --target names another)'}"
+
+
+def _listed(classes: list[str]) -> str:
+    more = ", …" if len(classes) > _SHOWN else ""
+    return f"{len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}"
+
+
+# ---------------------------------------------------------------------- the job
+
+
+def _parts(asked: InitOptions, facts: DataFacts) -> JobParts:
+    run: dict[str, Any] = {"workers": asked.workers, "strategy": asked.strategy}
+    if asked.trackers:
+        run["trackers"] = [str(each) for each in asked.trackers]
+    return JobParts(
+        model=_model(asked, facts),
+        data=facts.data,
+        test=None if asked.test is None else _path(asked, asked.test),
+        loss=asked.loss or PartCall("cross_entropy" if facts.has_classes else "mse_loss"),
+        optimizer=asked.optimizer or PartCall("AdamW", {"weight_decay": 0.01}),
+        schedule=asked.schedule or PartCall("CosineAnnealingLR", {"T_max": f"{asked.epochs} epochs"}),
+        metrics=asked.metric or {},  # type: ignore[arg-type]  # it has been read
+        has_classes=facts.has_classes,
+        numbers={"lr": asked.lr, "batch_size": asked.batch_size or 32, "epochs": asked.epochs},
+        run=run,
     )
 
 
-def _pictures(asked: InitOptions) -> str:
-    train, _ = images(asked.files)
-    classes = len(train.classes)
-    return _file(
-        asked,
-        f'{{ call = "convolutional", outputs = {classes} }}',
-        f'{{ call = "images", path = {_path(asked, asked.files)}, size = 64 }}',
-        "cross_entropy",
-    )
+def _model(asked: InitOptions, facts: DataFacts) -> PartCall:
+    if asked.model is None:
+        if facts.inputs is None:
+            return PartCall("convolutional", {"outputs": facts.outputs})
+        sizes = {"inputs": facts.inputs, "outputs": facts.outputs, "hidden": [64, 64]}
+        return PartCall("perceptron", sizes)
+    library, _, name = asked.model.name.partition(":")
+    if library not in ("torchvision", "timm", "transformers"):
+        return asked.model
+    if facts.inputs is not None:
+        raise ValueError(
+            f"--model {asked.model.text}: its models take pictures; name a folder of them, not {asked.files}"
+        )
+    if find_spec(library) is None:
+        raise ValueError(f"--model {asked.model.text}: there is no module {library}; run: pip install {library}")
+    if library == "torchvision":
+        return PartCall(f"torchvision.models:{name}", {**asked.model.arguments, "num_classes": facts.outputs})
+    if library == "timm":
+        given = {"model_name": name, **asked.model.arguments, "num_classes": facts.outputs}
+        return PartCall("timm:create_model", given)
+    return PartCall("from_transformers", {"name": name, "outputs": facts.outputs})
 
 
-def _file(asked: InitOptions, model: str, data: str, loss: str) -> str:
-    correct = 'correct = "most_likely"\n' if loss == "cross_entropy" else ""
-    return f"""\
-# A job of Polytempo: polytempo train {asked.out.name}
-# A name is module:object, such as "torchvision.models:resnet18", or a plain name of the modules in the comments.
-
-model = {model}  # polytempo.jobs.models
-data = {data}  # polytempo.data
-loss = "{loss}"  # torch.nn.functional
-optimizer = {{ call = "AdamW", weight_decay = 0.01 }}  # torch.optim
-schedule = {{ call = "CosineAnnealingLR", T_max = "{asked.epochs} epochs" }}  # torch.optim.lr_scheduler
-{correct}lr = 0.003
-batch_size = 32
-epochs = {asked.epochs}
-
-[run]  # options of `polytempo train`; the command line overrides them
-workers = {asked.workers}
-strategy = {_quoted(asked.strategy)}
-"""
-
-
-def _path(asked: InitOptions, path: Path) -> str:
-    """A path of data, relative to the job file if it is below."""
-    data, folder = path.resolve(), asked.out.resolve().parent
-    return _quoted(str(data.relative_to(folder) if data.is_relative_to(folder) else data))
-
-
-def _quoted(text: str | Path) -> str:
-    """A TOML string."""
-
-    return json.dumps(str(text), ensure_ascii=False)
+def _path(asked: InitOptions, given: str | None = None) -> str:
+    """A path of data, relative to the job file if it is below; a URL as it is."""
+    files = given or str(asked.files)
+    if "://" in files:
+        return files
+    data, folder = Path(files).resolve(), asked.out.resolve().parent
+    return str(data.relative_to(folder) if data.is_relative_to(folder) else data)

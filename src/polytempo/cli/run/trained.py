@@ -11,7 +11,7 @@ from polytempo.cli.options.show import notes_on_stderr, show_json
 from polytempo.cli.run.trained_options import EvaluateOptions, ExportOptions, PredictOptions
 from polytempo.core.system.url_path import place
 from polytempo.spec.precision import parse_precision
-from polytempo.training.observe.trained_model import TrainedModel, trained_model, write_outputs
+from polytempo.training.observe.trained_model import TrainedModel, trained_model
 
 
 def evaluate(asked: EvaluateOptions) -> None:
@@ -34,8 +34,7 @@ def predict(asked: PredictOptions) -> None:
     with notes_on_stderr():
         trained = _trained(asked, asked.device)
         torch.set_num_threads(asked.threads or torch.get_num_threads())
-        outputs = trained.outputs(asked.data)
-        write_outputs(outputs, place(asked.out))
+        outputs = trained.predict(place(asked.out), asked.data)
     print(f"{asked.out}: {len(outputs):,} samples, {math.prod(outputs.shape[1:]):,} outputs each")
 
 

@@ -36,8 +36,9 @@ def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None 
     no target: it is NaN then.
     """
     x, cells, train, test, where = _inputs(path, target, seed, like)
-    y = _target(cells, train, 0 if like is None else len(cells) - len(test), where)
-    return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+    numbers = _target(cells, 0 if like is None else len(cells) - len(test), where)
+    y = torch.tensor(_standardized(numbers, train)).unsqueeze(1)
+    return _split(x, y, train, test, outputs=[target], units=_moments(numbers, train))
 
 
 def csv_classes(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
@@ -54,7 +55,16 @@ def csv_classes(path: Path, target: str, seed: int = 0, *, like: Path | None = N
     if unknown := {cell for cell in cells if cell is not None and cell not in classes}:
         raise ValueError(f"{where}: {min(unknown)!r} is not among the classes of {like}: {', '.join(classes)}")
     y = torch.tensor([_NO_CLASS if cell is None else classes.index(cell) for cell in cells])
-    return Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+    return _split(x, y, train, test, classes=classes, outputs=classes)
+
+
+def _split(x: Tensor, y: Tensor, train: list[int], test: list[int], **facts: object) -> Split:
+    """The two parts, each with these `facts` as attributes: `outputs`, the names of a model's outputs, and `units`, the
+    mean and the deviation of a number's."""
+    parts = Split(TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test]))
+    for part in parts:
+        vars(part).update(facts)
+    return parts
 
 
 def _inputs(
@@ -131,7 +141,7 @@ def _one_hot(cells: list[str], seen: int, where: str) -> Column:
     return [[float(cell == category) for cell in cells] for category in categories]
 
 
-def _target(cells: list[str | None], train: list[int], seen: int, where: str) -> Tensor:
+def _target(cells: list[str | None], seen: int, where: str) -> list[float]:
     """Rows of the table with `like` are the first `seen`."""
     numbers: list[float] = []
     for row, cell in enumerate(cells, start=1 - seen):
@@ -139,15 +149,19 @@ def _target(cells: list[str | None], train: list[int], seen: int, where: str) ->
         if number is None:
             raise ValueError(f"{where}, row {row}: the target must be a number, not {cell!r}")
         numbers.append(number)
-    return torch.tensor(_standardized(numbers, train)).unsqueeze(1)
+    return numbers
 
 
 def _standardized(numbers: list[float], train: list[int]) -> list[float]:
-    """Less the mean, over the deviation; sums are exact (fsum), so every machine gets the same."""
+    mean, deviation = _moments(numbers, train)
+    return [(number - mean) / deviation for number in numbers]
+
+
+def _moments(numbers: list[float], train: list[int]) -> tuple[float, float]:
+    """Mean and deviation of the rows to train on; sums are exact (fsum), so every machine gets the same."""
     known = [numbers[row] for row in train]
     mean = math.fsum(known) / len(known)
-    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in known) / len(known)) or 1.0
-    return [(number - mean) / deviation for number in numbers]
+    return mean, math.sqrt(math.fsum((number - mean) ** 2 for number in known) / len(known)) or 1.0
 
 
 def finite_number(cell: str) -> float | None:

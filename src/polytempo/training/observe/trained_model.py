@@ -7,12 +7,13 @@ checkpoint ──▶ trained_model ──┬──▶ score     loss and accurac
 
 from __future__ import annotations
 
+import csv
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from io import BytesIO
+from io import BytesIO, StringIO
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,13 @@ class TrainedModel(NamedTuple):
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """
         return torch.cat(list(self._batches(self._tested(data))))
+
+    def predict(self, file: Place, data: Path | None = None) -> Tensor:
+        """Write `outputs(data)` as a table, and return them; see `write_outputs`."""
+        tested = self._tested(data)
+        outputs = torch.cat(list(self._batches(tested)))
+        write_outputs(outputs, file, tested.test)
+        return outputs
 
     def export(self, form: str, out: Place | None = None, data: Path | None = None) -> Place:
         """Write the model as `form`, and return its file.
@@ -149,17 +157,27 @@ def _is_unknown(data: Data) -> bool:
     return target.numel() == 1 and (target.item() == -100 or isnan(target.item()))
 
 
-def write_outputs(outputs: Tensor, file: Place) -> None:
-    """Outputs as a table: one row for each sample, *.csv with a header, or *.npy with the outputs' shape and dtype."""
+def write_outputs(outputs: Tensor, file: Place, samples: object = None) -> None:
+    """Outputs as a table: one row for each sample, *.csv with a header, or *.npy with the outputs' shape and dtype.
+
+    Columns of *.csv are named as the classes of `samples`, or as the number that is predicted, which is then in the
+    unit of its table, where their reader knows these (`csv_classes`, `csv_regression`, `images`).
+    """
     if file.name.endswith(".npy"):
         np.save(stream := BytesIO(), outputs.cpu().numpy())
         files.replace(file, stream.getvalue())
         return
     rows = outputs.flatten(1) if outputs.dim() > 1 else outputs[:, None]
     rows, form = (rows.double(), ".9g") if rows.is_floating_point() else (rows.long(), "d")
-    lines = [",".join(["sample", *(f"output_{k}" for k in range(rows.shape[1]))])]
-    lines += [",".join([str(n), *(format(value, form) for value in row)]) for n, row in enumerate(rows.tolist())]
-    files.replace(file, "\n".join(lines) + "\n")
+    names: Sequence[str] = getattr(samples, "outputs", getattr(samples, "classes", ()))
+    if len(names) != rows.shape[1]:
+        names = [f"output_{number}" for number in range(rows.shape[1])]
+    elif units := getattr(samples, "units", None):
+        rows = rows * units[1] + units[0]
+    table = csv.writer(text := StringIO(newline=""), lineterminator="\n")
+    table.writerow(["sample", *names])
+    table.writerows([number, *(format(value, form) for value in row)] for number, row in enumerate(rows.tolist()))
+    files.replace(file, text.getvalue())
 
 
 # ---------------------------------------------------------------------- files for other programs

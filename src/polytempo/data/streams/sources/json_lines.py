@@ -62,7 +62,7 @@ def json_lines(urls: Urls, *, as_tuple: Fields | None = None, max_line_bytes: in
     list of fields in it becomes one vector of torch's default floating type, as `(["age", "height"], "label")`.
 
     Cost: one pass over each file the first time, which notes the place of a line every 64 KiB; the cache folder
-    (`$POLYTEMPO_CACHE`) keeps these places for files above 1 MiB. A range of a shard then reads its own bytes and at
+    (`$POLYTEMPO_CACHE`) keeps these places. A range of a shard then reads its own bytes and at
     most 64 KiB more. Files that end with .gz, .bz2, .xz or .zst are read from their beginning up to the range.
 
     Errors: `Incompatible`, a ValueError with a code: PT2601 (.zst without its library), PT2602 (unreadable), PT2603

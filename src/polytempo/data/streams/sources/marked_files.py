@@ -105,7 +105,7 @@ class MarkedFiles(ShardedData):
 
     def _part(self, file: StreamFile) -> PartToCount[Marks]:
         key = f"{self.reader}\n{file.url}\n{file.size}\n{file.tag}"
-        return PartToCount(key, lambda: self._marks(file), keep=file.size >= KEPT_FROM_BYTES and bool(file.tag))
+        return PartToCount(key, lambda: self._marks(file), bool(file.tag), small=file.size < KEPT_FROM_BYTES)
 
     def _marks(self, file: StreamFile) -> Marks:
         samples, offsets, count = [0], [0], 0

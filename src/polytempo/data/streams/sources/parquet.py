@@ -10,6 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, final
 
 import msgspec
@@ -49,8 +50,12 @@ class Parquet(ShardedData):
         self._held: OrderedDict[StreamFile, Any] = OrderedDict()
         """Parsed footers, the last used one at the end."""
         self._held_bytes = 0
-        counts = [_part("parquet", file, lambda file=file: _footer(self._metadata(file), file)) for file in files]  # type: ignore[misc]
-        self._footers = counted(counts, Footer)
+        small = [file for file in files if file.size < KEPT_FROM_BYTES]
+        contents = counted([_footer_part(file) for file in small], bytes)
+        ends = accumulate(map(len, contents))
+        self._small = {file: each for file, each, end in zip(small, contents, ends, strict=True) if end <= HELD_BYTES}
+        """Footers of small files, as they are in them."""
+        self._footers = counted([self._count(file) for file in files], Footer)
         for file, footer in zip(files, self._footers, strict=True):
             check_columns(self._columns or (), footer.columns, file.url)
         self._groups = [
@@ -98,12 +103,16 @@ class Parquet(ShardedData):
         """The row, or the tuple of its fields."""
         return fields(raw, self._as_tuple, "the row")
 
+    def _count(self, file: StreamFile) -> PartToCount[Footer]:
+        is_large = file.size >= KEPT_FROM_BYTES  # of a small file the footer is there
+        return _part("parquet", file, lambda: _footer(self._metadata(file), file), keep=is_large)
+
     def _metadata(self, file: StreamFile) -> Any:
         """The parsed footer of a file, held up to `HELD_BYTES` of them."""
         if file in self._held:
             self._held.move_to_end(file)
             return self._held[file]
-        content = counted([_part("parquet footer", file, lambda: _footer_bytes(file))], bytes)[0]
+        content = self._small.get(file) or counted([_footer_part(file)], bytes)[0]
         arrow = library("pyarrow", "parquet", "parquet")
         parquet = library("pyarrow.parquet", "parquet", "parquet")
         with _decoding(file):
@@ -126,9 +135,13 @@ class Parquet(ShardedData):
         return span if 1 < span <= min(_BUFFER_BYTES, 1.05 * size) else 0
 
 
-def _part(what: str, file: StreamFile, count: Callable[[], Any]) -> PartToCount[Any]:
-    keep = file.size >= KEPT_FROM_BYTES and bool(file.tag)
-    return PartToCount(f"{what}\n{file.url}\n{file.size}\n{file.tag}", count, keep)
+def _part(what: str, file: StreamFile, count: Callable[[], Any], *, keep: bool) -> PartToCount[Any]:
+    key = f"{what}\n{file.url}\n{file.size}\n{file.tag}"
+    return PartToCount(key, count, keep and bool(file.tag), small=file.size < KEPT_FROM_BYTES)
+
+
+def _footer_part(file: StreamFile) -> PartToCount[bytes]:
+    return _part("parquet footer", file, lambda: _footer_bytes(file), keep=True)
 
 
 def _footer_bytes(file: StreamFile) -> bytes:
@@ -178,9 +191,9 @@ def parquet(urls: Urls, *, columns: Sequence[str] | None = None, as_tuple: Field
     Numbers become tensors of the column's type, and lists of numbers tensors of one dimension; text is `str`, binary
     `bytes`; a column with nulls and every other type has Python's values.
 
-    Cost: a footer is read once: the cache folder (`$POLYTEMPO_CACHE`) keeps it for a file above 1 MiB; of a smaller
-    file each process reads it. A process holds up to 256 MiB of footers. A range of rows reads its columns from the
-    beginning of the row group to the end of the range; write row groups of some 1,000 to 100,000 rows.
+    Cost: a footer is read once: the cache folder (`$POLYTEMPO_CACHE`) keeps it. A process holds up to 256 MiB of
+    footers, and as much of the footers of files below 1 MiB. A range of rows reads its columns from the beginning of
+    the row group to the end of the range; write row groups of some 1,000 to 100,000 rows.
 
     Errors: `Incompatible`, a ValueError with a code: PT2601 (no pyarrow), PT2602 (unreadable), PT2603 (changed since),
     PT2604 (broken off or another format), PT2605 (a column is missing), PT2606 (no samples).

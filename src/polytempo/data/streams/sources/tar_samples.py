@@ -182,7 +182,7 @@ def webdataset(urls: Urls, *, as_tuple: Sequence[str] | None = None, decode: Dec
     `decode=False`: bytes. Nothing is unpickled (PT2608): pt, pth and pkl need such a function.
 
     Cost: the first time, the headers of each file are read, and contents are passed over where the file can seek; the
-    cache folder (`$POLYTEMPO_CACHE`) keeps the places of samples, one every 64 KiB, for files above 1 MiB. A
+    cache folder (`$POLYTEMPO_CACHE`) keeps the places of samples, one every 64 KiB. A
     range of a shard then reads its own bytes and at most 64 KiB more. A compressed archive (.tar.gz) is read
     from its beginning.
 
