@@ -13,8 +13,8 @@ import polytempo as pt
 from laws.test_store_rounds import DATA, EPOCHS, ONCE, SAMPLES, WORKERS, flat, loop, net_of
 from polytempo.cli.look.bucket_round import bucket_round
 from polytempo.training.own_loop import store_log_loop
-from polytempo.worlds.object_store.object_store import ObjectStore
-from polytempo.worlds.object_store.store_log import logged
+from polytempo.worlds.object_store.object_store import ObjectStore, packed
+from polytempo.worlds.object_store.store_log import StoreLog, logged
 from polytempo.worlds.object_store.store_world import StoreWorld
 from store_workers import Crew, Faults, Killed, MemoryObjects, Work
 
@@ -179,6 +179,41 @@ def test_a_worker_far_behind_goes_on_from_a_state(monkeypatch: pytest.MonkeyPatc
     assert counted(crew.objects) == ONCE
     left = [name for name in crew.objects.content if name.startswith("moved/")]
     assert len(left) < len(entries(crew.objects)) / 2
+
+
+def test_a_worker_that_falls_behind_while_it_waits_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 2 is suspended after its third push. The others leave it out, and remove movements that it has to read."""
+    monkeypatch.setattr(store_log_loop, "_SAVED", 1)
+    crew, pushes, slept = Crew(WORKERS), [0], [False]
+
+    def suspended(number: int, operation: str, name: str) -> None:
+        pushes[0] += operation == "lost create" and name.startswith("log/")
+        if pushes[0] == 3 and operation == "get" and name.startswith("log/") and not slept[0]:
+            slept[0] = True
+            crew.clock.sleep(300.0)
+
+    work = loop("decoupled_diloco(period=1, quorum=2)", epochs=3)
+    for worker in range(WORKERS):
+        crew.add(worker, work, objects=Faults(crew.objects, suspended) if worker == 2 else None)
+    for found in crew.run():
+        assert not isinstance(found, BaseException), found
+    assert slept == [True]
+    assert counted(crew.objects) == Counter({(e, p): 1 for e in range(3) for p in range(SAMPLES)})
+
+
+def test_old_movements_are_removed_by_workers_of_equal_speed() -> None:
+    """The same worker puts each state, and all of them remove their own."""
+    objects = MemoryObjects()
+    logs = [
+        StoreLog(ObjectStore(objects, "memory"), lambda entry: None, lambda: packed({}, {}), save_every=30)
+        for _ in range(3)
+    ]
+    for push in range(600):
+        assert logs[push % 3].append(lambda push=push: {"push": push}, torch.zeros(1))  # type: ignore[misc]
+    assert sum(name.startswith("moved/") for name in objects.content) <= 6 * 30
+    assert not logs[0].append(lambda: None, torch.ones(1))
+    assert sum(name.startswith("moved/") for name in objects.content) <= 6 * 30
+    assert len(list(logged(logs[0].store))) == 600
 
 
 def test_faults_of_the_store_lose_no_sample() -> None:

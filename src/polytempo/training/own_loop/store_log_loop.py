@@ -134,12 +134,12 @@ class LogLoop:
         def entry() -> dict[str, Any] | None:
             if not self._takes_part:
                 return None
+            self._answer = None
             mine = self._places.present()
             samples = mine["samples"] - int(self._ledger.get(str(self._worker), {}).get("samples", 0))
             facts = {"clock": push.clock, "basis": self._basis, "samples": samples, "life": self._rounds.life}
             return {"kind": "push", "worker": self._worker, "mine": mine, **facts}
 
-        self._answer = None
         if not self._current(lambda: self._log.append(entry, movement)):
             self._left_out = True
             self._come()
@@ -150,7 +150,9 @@ class LogLoop:
         from_s = since_s = clock.now()
         while self._answer is None:
             now_s = clock.now()
-            if self._current(self._log.catch_up):
+            if not self._takes_part:  # others went on, and have this worker's push
+                self._come()
+            elif self._current(self._log.catch_up):
                 since_s = now_s
             elif now_s - from_s > self._rounds.timeout_s:
                 self._rounds.fail("makes an entry")
@@ -282,6 +284,8 @@ class LogLoop:
                 self._restore(found)
             try:
                 self._log.catch_up()
+                if self._takes_part and self._worker not in self._waiting:
+                    self._take()  # the answer to a push that the state has
                 return
             except Fallen:
                 if self._rounds.store.clock.now() > until_s:

@@ -49,6 +49,8 @@ class StoreLog:
         self.next = 0
         """The number of entries that are applied."""
         self._created: deque[tuple[int, str]] = deque()
+        self._collected = 0
+        """The number of states when old objects were removed last."""
 
     def newest(self) -> StoredObject | None:
         """The newest state, with its number as the next entry's; None where none is saved.
@@ -86,6 +88,8 @@ class StoreLog:
         while True:
             self.catch_up()
             if (about := make()) is None:
+                if name is not None:
+                    self.store.remove(name)
                 return False
             about = about if name is None else about | {"movement": name}
             if self.store.create(_name(self.next), packed({}, about)):
@@ -95,6 +99,7 @@ class StoreLog:
         self._take(LogEntry(about, movement))
         if self.next % self._save_every == 0:
             self._save()
+        self._collect()
         return True
 
     def _take(self, entry: LogEntry) -> None:
@@ -106,7 +111,15 @@ class StoreLog:
         self.store.put(name, self._state())
         self.store.put("newest", packed({}, {"next": self.next}))
         self._created.append((self.next, name))
-        while self._created and self._created[0][0] < self.next - _KEPT * self._save_every:
+
+    def _collect(self) -> None:
+        """Remove own objects from before the last few states that are there; once in `save_every` entries."""
+        if self.next // self._save_every == self._collected:
+            return
+        self._collected = self.next // self._save_every
+        pointer = self.store.get("newest")
+        saved = 0 if pointer is None else int(pointer.about["next"])
+        while self._created and self._created[0][0] < saved - _KEPT * self._save_every:
             self.store.remove(self._created.popleft()[1])
 
 
