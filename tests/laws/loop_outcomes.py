@@ -34,7 +34,11 @@ STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
 SIGNUM = "sign_sgd(feedback=False, exact_below=0, momentum=0.9)"
 NO_MEAN = "use parameter_averaging(optimizer_state=False)"
 ONE_GRADIENT = "use an optimizer that makes a step of one gradient"
-ALOUD = ("acco", "delayed_sgd", "demo", "dion", "one_bit_adam", SIGNUM)
+ALOUD = (
+    *("acco", "delayed_sgd", "demo", "dion", "distributed_lion", "distributed_muon", "one_bit_adam", "zero_one_adam"),
+    SIGNUM,
+)
+"""They change a gradient on one rank, too."""
 REFUSED: dict[tuple[str, int], dict[str, str]] = {
     ("accumulated_aloud", 1): dict.fromkeys(ALOUD, ONCE),
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
