@@ -106,8 +106,8 @@ def _curves(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
 
 
 def _marked(run: RunRecord) -> str:
-    """The first marks of the charts, in words."""
-    marks = marks_of(run.logged)
+    """The first marks of the charts in words, by their steps."""
+    marks = sorted(marks_of(run.logged), key=lambda mark: (mark.step is None, mark.step or 0.0))
     items = "".join(f"<li>{_sign(mark)}{escape(_moment(mark) + mark.text)}</li>" for mark in marks[:_MOST_NAMED])
     more = len(marks) - _MOST_NAMED
     rest = f"<li>and {more} more</li>" if more > 0 else ""
