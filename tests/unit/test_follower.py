@@ -10,7 +10,7 @@ import pytest
 from object_store import bucket
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.report.status.rows import RowFollower, read_rows
+from polytempo.report.status.rows import RowFollower
 
 
 def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -> None:
@@ -70,19 +70,6 @@ def test_a_resumed_run_shows_what_it_keeps_once(tmp_path: Path) -> None:
         writer.write({"step": 3})
         follower.look()
     assert [row["step"] for row in shown] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("in_step", "kept"), [(False, ["train 1", "log 1", "train 2", "log 2"]), (True, ["train 1", "log 1", "train 2"])]
-)
-def test_a_resumed_job_logs_the_step_again_that_it_begins_with(in_step: bool, kept: list[str], tmp_path: Path) -> None:
-    """A job's functions log while the next step is computed; a loop logs behind its step."""
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write({"kind": "train", "step": step, "loss": 1.0})
-            writer.write({"kind": "log", "step": step, "values": {"own": 1.0}})
-    MetricsWriter(tmp_path, resumed_at=2, logged_in_step=in_step).close()
-    assert [f"{row['kind']} {row['step']}" for row in read_rows(tmp_path)] == kept
 
 
 def test_a_broken_line_is_an_error(tmp_path: Path) -> None:

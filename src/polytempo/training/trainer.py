@@ -178,7 +178,7 @@ class Trainer:
             notice, host = Notice(self.options.grace_s), context.host if world.rank == 0 else None
             if out is not None:
                 if world.rank == 0:
-                    metrics = MetricsWriter(out, resumed_at=context.resumed_at, logged_in_step=True)
+                    metrics = MetricsWriter(out, resumed_at=context.resumed_at)
                     writer = files.enter_context(metrics)
                 notice = files.enter_context(noticed(self.options.grace_s))
             record, asks, leaves = recorder(writer, on_row), context.asks, context.leaves

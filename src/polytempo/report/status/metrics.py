@@ -13,33 +13,21 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.line_file import LineFile
 from polytempo.report.status.rows import read_rows
 
-_OWN = ("log", "text", "image")
-
 
 class MetricsWriter:
     """Writes `metrics.jsonl` in `folder`, one flushed line a row, so that a crash loses at most the row being written.
 
     A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops rows
-    beyond it, which it will write again; of rows about tests also rows of `scored_again` samples and more.
-    With `logged_in_step` the user's rows of that step go, too: functions of a job log before their step is counted.
-    A run goes on without rows that cannot be written (see `LineFile`).
+    beyond it, which it will write again; of rows about tests also rows of `scored_again` samples and more. A run goes
+    on without rows that cannot be written (see `LineFile`).
 
         with MetricsWriter(folder) as metrics:
             metrics.write({"kind": "train", "step": 1, "loss": 2.3})
     """
 
-    def __init__(
-        self,
-        folder: Place,
-        *,
-        resumed_at: int | None = None,
-        scored_again: float = math.inf,
-        logged_in_step: bool = False,
-    ) -> None:
+    def __init__(self, folder: Place, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None else read_rows(folder)
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
-        if logged_in_step:
-            kept = [row for row in kept if row.get("kind") not in _OWN or row["step"] != resumed_at]
         lines = [row_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
         near = isinstance(folder, UrlPath) and folder.url.startswith("polytempo:")  # in the launcher's, who shows rows
         self._lines = LineFile(folder / METRICS, b"".join(lines), every_s=1.0 if near else 10.0)

@@ -76,7 +76,7 @@ class RunFrame:
     def keep_rows(self, resumed_at: int | None, scored_again: float = math.inf) -> None:
         """Write the rows of `record` into the folder, after the rows that a resumed run keeps."""
         if self.out is not None:
-            writer = MetricsWriter(self.out, resumed_at=resumed_at, scored_again=scored_again, logged_in_step=True)
+            writer = MetricsWriter(self.out, resumed_at=resumed_at, scored_again=scored_again)
             self._writer = self._stack.enter_context(writer)
 
     def record(self, row: dict[str, Any]) -> None:
