@@ -65,7 +65,9 @@ def test_a_simulated_run_has_the_bits_bytes_and_price_of_real_rounds(strategy: s
     assert of_a_round * rounds == objects.tensor_bytes
 
 
-@pytest.mark.parametrize(("strategy", "code"), [("sync_sgd", "PT2901"), ("gossip(period=4)", "PT2903")])
+@pytest.mark.parametrize(
+    ("strategy", "code"), [("sync_sgd", "PT2901"), ("gossip(period=4)", "PT2903"), ("async_diloco(period=4)", "PT2914")]
+)
 def test_strategies_that_cannot_meet_in_a_bucket_are_refused(strategy: str, code: str) -> None:
     with pytest.raises(pt.errors.Incompatible, match=code):
         pt.simulate(job, strategy, workers=2, steps=2, cluster=LINK)

@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core.calls.refusals import refuse
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.own_loop.store_log_loop import pushes_movements
 from polytempo.training.own_loop.store_loop import check_rare
 from polytempo.worlds.object_store.round_cost import meeting
 
 
 def in_bucket(spec: RunSpec) -> RunSpec:
     """The run with meetings as in a bucket. `Incompatible` (PT29xx) for strategies that cannot meet there."""
+    if pushes_movements(spec.strategy):
+        refuse({"object store", "simulated log"}, strategy=spec.strategy)
     timed = check_rare(spec.strategy, torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return replace(spec, strategy=replace(spec.strategy, parameters=timed.around(_in_round)))
 
