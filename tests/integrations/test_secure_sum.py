@@ -22,9 +22,11 @@ def test_a_changed_share_is_refused() -> None:
     from cryptography.exceptions import InvalidTag
 
     crypto = primitives()
-    clients = [SecureClient(u, FixedPoint().encode(np.ones(2), 3), 2, crypto) for u in range(3)]
+    clients = [SecureClient(u, crypto) for u in range(3)]
     everyone = {u: client.keys() for u, client in enumerate(clients)}
-    [_, *sealed] = [client.shares(everyone)[0] if u else b"" for u, client in enumerate(clients)]
-    clients[0].shares(everyone)
+    [_, *sealed] = [client.shares(everyone, 2)[0] if u else b"" for u, client in enumerate(clients)]
+    clients[0].shares(everyone, 2)
     with pytest.raises(InvalidTag):
-        clients[0].masked({1: bytes([sealed[0][0] ^ 1]) + sealed[0][1:], 2: sealed[1]})
+        clients[0].masked(
+            {1: bytes([sealed[0][0] ^ 1]) + sealed[0][1:], 2: sealed[1]}, FixedPoint().encode(np.ones(2), 3)
+        )

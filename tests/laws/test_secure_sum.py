@@ -104,10 +104,10 @@ def _spread(words: Any) -> float:
 def test_the_server_sees_uniform_numbers_of_one_client() -> None:
     point, draw = FixedPoint(), random.Random(5).randbytes
     given = [point.encode(np.full(1 << 15, 0.25 * u), 3) for u in range(3)]
-    clients = [SecureClient(u, each, 2, TOY, draw) for u, each in enumerate(given)]
+    clients = [SecureClient(u, TOY, draw) for u in range(3)]
     everyone = {u: client.keys() for u, client in enumerate(clients)}
-    shares = [client.shares(everyone) for client in clients]
-    sent = {u: client.masked({v: shares[v][u] for v in range(3) if v != u}) for u, client in enumerate(clients)}
+    shares = [client.shares(everyone, 2) for client in clients]
+    sent = {u: clients[u].masked({v: shares[v][u] for v in range(3) if v != u}, each) for u, each in enumerate(given)}
     for u in range(3):
         assert abs(_spread(sent[u])) < 4
         assert _spread(given[u]) > 1000
@@ -118,10 +118,10 @@ def test_the_server_sees_uniform_numbers_of_one_client() -> None:
 
 def test_what_a_client_sends_is_what_the_formula_says() -> None:
     given = [FixedPoint().encode(each, 5) for each in vectors(5, numel=11)]
-    clients = [SecureClient(u, each, 4, TOY) for u, each in enumerate(given)]
+    clients = [SecureClient(u, TOY) for u in range(5)]
     everyone = {u: client.keys() for u, client in enumerate(clients)}
-    shares = [client.shares(everyone) for client in clients]
-    sent = [client.masked({v: shares[v][u] for v in range(5) if v != u}) for u, client in enumerate(clients)]
+    shares = [client.shares(everyone, 4) for client in clients]
+    sent = [clients[u].masked({v: shares[v][u] for v in range(5) if v != u}, each) for u, each in enumerate(given)]
     told = clients[0].unmasking(range(5))
     num_bytes = sum(map(len, everyone[0])) + sum(map(len, [*shares[0].values(), *told.values()])) + sent[0].nbytes
     assert num_bytes == secure_bytes(5, 11)
@@ -137,10 +137,10 @@ def test_any_threshold_of_shares_give_the_secret_and_fewer_do_not() -> None:
 
 
 def _after_shares(change: Callable[[bytes], bytes] = bytes) -> SecureClient:
-    clients = [SecureClient(u, FixedPoint().encode(np.ones(2), 3), 2, TOY) for u in range(3)]
+    clients = [SecureClient(u, TOY) for u in range(3)]
     everyone = {u: client.keys() for u, client in enumerate(clients)}
-    shares = [client.shares(everyone) for client in clients]
-    clients[0].masked({v: change(shares[v][0]) for v in (1, 2)})
+    shares = [client.shares(everyone, 2) for client in clients]
+    clients[0].masked({v: change(shares[v][0]) for v in (1, 2)}, FixedPoint().encode(np.ones(2), 3))
     return clients[0]
 
 

@@ -8,15 +8,21 @@ import pytest
 import torch
 
 import polytempo as pt
+from laws import test_private_rounds
 from laws.test_federated import SEED, data, job, model, simulated
 from polytempo import federated as fed
 from polytempo.federated.client_tests import spread
 
 pytestmark = pytest.mark.process
+accountant = test_private_rounds.accountant
 CLIENTS = "by_size(6, sigma=0.7)"
 
 
-@pytest.mark.parametrize("strategy", [fed.fed_adam(4, batch_size=4), fed.scaffold(4, batch_size=4)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [fed.fed_adam(4, batch_size=4), fed.scaffold(4, batch_size=4), fed.secure(fed.fed_avg_m(4, batch_size=4))],
+    ids=str,
+)
 def test_a_run_that_goes_on_with_another_number_of_workers(strategy: pt.Strategy, tmp_path: Path) -> None:
     def run(workers: int, steps: int, *, resume: bool) -> pt.Result:
         return pt.run(
@@ -27,6 +33,18 @@ def test_a_run_that_goes_on_with_another_number_of_workers(strategy: pt.Strategy
     found = run(3, 6, resume=True)
     assert found.parameters_sha256 == simulated(strategy, 6)["hash"]
     assert (found.steps, found.epochs, found.samples) == (6, 6.0, 24)
+
+
+@pytest.mark.usefixtures("accountant")
+def test_private_samples_of_workers() -> None:
+    """Both worlds draw the same parts of the noise."""
+    given = {"steps": 4, "seed": SEED, "batch_size": 7}
+    strategy = fed.dp_sgd(clip=0.5, noise=1.0)
+    found = pt.run(job(), strategy, 2, threads=1, **given)
+    again = pt.simulate(job(), strategy, 2, **given)
+    assert found.loss == pytest.approx(again.loss, rel=1e-12)
+    assert found.metrics == again.metrics
+    assert abs(found.loss - pt.simulate(job(), pt.strategies.sync_sgd(), 2, **given).loss) > 1e-3
 
 
 def test_scores_are_of_each_clients_own_head(tmp_path: Path) -> None:

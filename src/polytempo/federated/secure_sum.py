@@ -118,14 +118,16 @@ class PublicKeys(NamedTuple):
     masking: bytes
 
 
+def sealed_bytes() -> int:
+    """Bytes of the sealed shares for another client."""
+    return 2 * _SHARE_BYTES + _TAG_BYTES
+
+
 class SecureClient:
     """A client's side; one call for each phase, each in the order of phases."""
 
-    def __init__(
-        self, number: int, vector: Words, threshold: int, crypto: Primitives, random: Random = secrets.token_bytes
-    ) -> None:
-        self._number, self._vector, self._threshold = number, vector, threshold
-        self._crypto, self._random = crypto, random
+    def __init__(self, number: int, crypto: Primitives, random: Random = secrets.token_bytes) -> None:
+        self._number, self._crypto, self._random, self._threshold = number, crypto, random, 0
         self._sealing, self._masking, self._own = random(32), random(32), random(32)
         self._everyone: Mapping[int, PublicKeys] = {}
         self._held: dict[int, bytes] = {}
@@ -134,8 +136,9 @@ class SecureClient:
         """Phase 0."""
         return PublicKeys(self._crypto.public(self._sealing), self._crypto.public(self._masking))
 
-    def shares(self, everyone: Mapping[int, PublicKeys]) -> dict[int, bytes]:
+    def shares(self, everyone: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
         """Phase 1: for each other client, a share of sᵤ and one of bᵤ, sealed so that it alone can read them."""
+        self._threshold = threshold
         _enough(everyone, self._threshold, "keys")
         if 2 * self._threshold <= len(everyone):
             raise ValueError(
@@ -152,12 +155,12 @@ class SecureClient:
             if other != self._number
         }
 
-    def masked(self, received: Mapping[int, bytes]) -> Words:
-        """Phase 2: the vector with a mask of its own, and one with each client that has sent shares."""
+    def masked(self, received: Mapping[int, bytes], vector: Words) -> Words:
+        """Phase 2: `vector` with a mask of its own, and one with each client that has sent shares."""
         for other, sealed in received.items():
             self._held[other] = self._crypto.unseal(self._key(other), _nonce(other, self._number), sealed)
         _enough(self._held, self._threshold, "shares")
-        total = self._vector + mask(self._own, self._vector, self._crypto)
+        total = vector + mask(self._own, vector, self._crypto)
         for other in received:
             key = self._crypto.agree(self._masking, self._everyone[other].masking)
             _add_(total, key, self._number < other, self._crypto)
@@ -196,6 +199,8 @@ def unmasked(
         if lost_or_not in vectors:
             total -= mask(secret, first, crypto)
             continue
+        if crypto.public(secret) != everyone[lost_or_not].masking:
+            raise ValueError("shares of a secure sum do not give the key that they are of, so a client sent wrong ones")
         for survivor in vectors:
             key = crypto.agree(secret, everyone[survivor].masking)
             _add_(total, key, lost_or_not < survivor, crypto)
@@ -224,24 +229,22 @@ def secure_sum(
     """
     count, crypto = len(vectors), crypto or primitives()
     most = 2 * count // 3 + 1 if threshold is None else threshold
-    clients = {
-        u: SecureClient(u, point.encode(vector, count), most, crypto, random) for u, vector in enumerate(vectors)
-    }
+    words = [point.encode(vector, count) for vector in vectors]
+    clients = {u: SecureClient(u, crypto, random) for u in range(count)}
 
     def stay(phase: int) -> list[int]:
         return [u for u in clients if leave.get(u, len(PHASES)) > phase]
 
     everyone = {u: clients[u].keys() for u in stay(0)}
-    shares = {u: clients[u].shares(everyone) for u in stay(1)}
-    sent = {u: clients[u].masked({v: each[u] for v, each in shares.items() if v != u}) for u in stay(2)}
+    shares = {u: clients[u].shares(everyone, most) for u in stay(1)}
+    sent = {u: clients[u].masked({v: each[u] for v, each in shares.items() if v != u}, words[u]) for u in stay(2)}
     told = {u: clients[u].unmasking(sent) for u in stay(3)}
     return point.decode(unmasked(everyone, sent, told, most, crypto))
 
 
 def secure_bytes(clients: int, numel: int, bits: int = 32) -> int:
     """Bytes that a client sends in a secure sum: keys, shares for the others, the vector, and shares to unmask."""
-    sealed = 2 * _SHARE_BYTES + _TAG_BYTES
-    return 2 * _KEY_BYTES + (clients - 1) * sealed + numel * bits // 8 + clients * _SHARE_BYTES
+    return 2 * _KEY_BYTES + (clients - 1) * sealed_bytes() + numel * bits // 8 + clients * _SHARE_BYTES
 
 
 def split(secret: bytes, threshold: int, holders: Collection[int], random: Random) -> dict[int, bytes]:

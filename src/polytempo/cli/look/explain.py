@@ -12,6 +12,7 @@ from polytempo.cli.look.bucket_round import bucket_lines, bucket_round
 from polytempo.cli.look.device_ways import as_data as device_ways_as_data
 from polytempo.cli.look.device_ways import device_lines, device_ways
 from polytempo.cli.look.look_options import ExplainOptions
+from polytempo.cli.look.secure_lines import cost_of, secure_lines
 from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, size
@@ -73,11 +74,17 @@ def explain(asked: ExplainOptions) -> None:
     if asked.cluster is not None and not (made.server is not None and parse_cluster(asked.cluster).in_bucket):
         times = _step_times(made, asked.workers, name, asked.cluster, asked.device)
     bucket = bucket_round(made, model, asked.workers, asked.cluster) if asked.bucket else None
-    ways = device_ways(asked.device)
+    ways, summed = device_ways(asked.device), cost_of(made, found)
     if asked.json:
+        secure = {} if summed is None else {"secure": summed._asdict()}
         on_device = {} if ways is None else {"device": device_ways_as_data(ways, made, found)}
         show_json(
-            as_data(made, found) | {"model": asked.parameters or name} | on_device | (bucket or {}) | (times or {})
+            as_data(made, found)
+            | {"model": asked.parameters or name}
+            | on_device
+            | secure
+            | (bucket or {})
+            | (times or {})
         )
         return
     model_name = f"a perceptron of {found.numel:,}" if asked.parameters else f"{name}: {found.numel:,}"
@@ -87,6 +94,8 @@ def explain(asked: ExplainOptions) -> None:
     last = [] if ways is None else [Section(f"on {ways.kind}", list(device_lines(ways, made, found)))]
     if bucket is not None:
         last.append(Section("a round in a bucket", list(bucket_lines(bucket["bucket"]))))
+    if summed is not None:
+        last.append(Section("secure sums", list(secure_lines(summed))))
     for section in [*sections(made, found), *last]:
         print(f"\n{section.title}")
         print(*(f"  {line}" for line in section.lines), sep="\n")

@@ -1,0 +1,77 @@
+"""The cost of secure sums in `explain`: bytes as they are sent, and the numbers of masks and keys that are computed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laws.test_secure_sum import TOY
+from polytempo.cli.main import app
+from polytempo.core.strategy import SecureSum
+from polytempo.federated import secure_cost as module
+from polytempo.federated.secure_cost import secure_cost
+from polytempo.federated.secure_sum import FixedPoint, Primitives, SecureClient, secure_bytes, unmasked
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_keys_and_masks_are_as_many_as_seconds_are_counted_for(lost: int) -> None:
+    """A client: 2 public keys, 3 (n - 1) agreements, n masks; the server: n masks, and n - 1 more for a lost client."""
+    counted = Counter[str]()
+
+    def counting(name: str) -> Any:
+        def call(*given: Any) -> Any:
+            counted[name] += 1
+            return getattr(TOY, name)(*given)
+
+        return call
+
+    crypto, number = Primitives(*map(counting, Primitives._fields)), 6
+    clients = [SecureClient(u, crypto) for u in range(number)]
+    everyone = {u: client.keys() for u, client in enumerate(clients)}
+    shares = [client.shares(everyone, 5) for client in clients]
+    words = FixedPoint().encode(np.ones(4), number)
+    given = [{v: shares[v][u] for v in range(number) if v != u} for u in range(number)]
+    sent = {u: clients[u].masked(given[u], words) for u in range(number - lost)}
+    masking = number - lost
+    assert counted["public"] == 2 * number
+    assert counted["agree"] == (number - 1) * (number + 2 * masking)
+    assert counted["stream"] == number * masking
+    counted.clear()
+    unmasked(everyone, sent, {u: clients[u].unmasking(sent) for u in sent}, 5, crypto)
+    assert counted["stream"] == masking + lost * masking
+    assert counted["agree"] == lost * masking
+
+
+def test_the_cost_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "primitives", lambda: TOY)
+    found = secure_cost(SecureSum(64, 40, None), 10, 1000, 4000)
+    assert (found.up_bytes, found.plain_bytes) == (secure_bytes(10, 1000, 64), 4000)
+    assert found.down_bytes == 10 * 64 + 9 * 82
+    assert min(found.client_s or 0, found.server_s or 0, found.lost_s or 0) > 0
+
+
+def explained(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        app(["explain", "secure(fed_avg(cohort=10))", "--parameters", "1000000", *more])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_explain_tells_bytes_and_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "primitives", lambda: TOY)
+    assert "a client computes masks for" in explained(capsys)
+    told = json.loads(explained(capsys, "--json"))["secure"]
+    assert told["up_bytes"] > told["plain_bytes"] > 0
+    assert told["client_s"] > 0
+
+
+def test_explain_without_the_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.x25519", None)
+    assert "pip install 'polytempo[secure]'" in explained(capsys)
+    assert json.loads(explained(capsys, "--json"))["secure"]["client_s"] is None
