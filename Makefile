@@ -32,12 +32,12 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # pages.
 RUNS := $(patsubst %,tests/process/test_%.py,agent_program attach_join attach_loops attach_models attach_resume attach_served backend_ends backend_users bench \
 	branch_runs callbacks codistillation comm_hook comm_hook_ends drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
-	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs live_page live_page_browser local_engine_ends logged_runs loop_callbacks loop_servers \
+	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs late_and_private_clients lbfgs_runs live_page live_page_browser local_engine_ends logged_runs loop_callbacks loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress real_clients remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
 	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint slow_rank tutorial \
-	split split_by_places split_stage_runs split_stages store_workers stream_data sudden_death trackers url_runs validate warm_start_runs) \
+	split split_by_places split_stage_runs split_stages store_workers stream_data sudden_death trackers url_runs validate warm_start_runs wrong_clients) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts completion examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training newer_claims parted_jobs \

@@ -145,7 +145,7 @@ def test_fed_buff_is_its_plain_loop() -> None:
             begin = models[number - age]
             for parameter, value in zip(net.parameters(), begin, strict=True):
                 parameter.data.copy_(value)
-            order = np.random.default_rng((SEED, number, client, 0)).permutation(clients.sizes[client])
+            order = np.random.default_rng((SEED, number - age, client, 0)).permutation(clients.sizes[client])
             for batch in clients.parts[client][torch.from_numpy(order)].split(4):
                 net.zero_grad()
                 nn.functional.cross_entropy(net(inputs[batch]), labels[batch]).backward()

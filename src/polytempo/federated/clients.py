@@ -22,7 +22,8 @@ from polytempo.core.system.url_path import place
 from polytempo.federated.arrivals import Arrivals
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.partitions import Partition
-from polytempo.federated.sampling import Sampling, generator
+from polytempo.federated.privacy import Releases
+from polytempo.federated.sampling import Sampling, generator, independent
 
 
 class PartitionFacts(NamedTuple):
@@ -267,6 +268,10 @@ class Cohorts(Dataset[Client]):
         self._counted_rounds = rounds
         return max(self._turns.values(), default=0)
 
+    def releases(self, rounds: int) -> Releases:
+        """Noisy sums of the first `rounds` rounds."""
+        return Releases(len(self.clients.parts), rounds)
+
     def order(self, round_number: int) -> Tensor:
         """The cohort of a round, shape (size,): drawn from (seed, round) alone, without repetition.
 
@@ -278,8 +283,8 @@ class Cohorts(Dataset[Client]):
             found = self._arrivals.buffer(round_number)
             return torch.tensor([each.client + len(self.clients.parts) * each.age for each in found])
         if self._likely is not None:
-            number, random = len(self.clients.parts), generator(self._seed, "cohort", round_number)
-            taken = random.permutation(np.flatnonzero(random.random(number) < self._likely))[: self._size]
+            number = len(self.clients.parts)
+            taken = independent(number, self._likely, self._size, self._seed, round_number)
             return torch.from_numpy(np.concatenate([taken, number + np.arange(self._size - len(taken))]))
         drawn = self.clients.sampling.drawn(self.clients.sizes, self._size, self._seed, round_number)
         return torch.from_numpy(drawn)

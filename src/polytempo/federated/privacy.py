@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float
 
     With m the strategy's `cohort`, K clients, S = `clip` and z = `noise`:
 
-        cohort ← each client, with probability m / K        Δₖ ← Δₖ min(1, S / ‖Δₖ‖)
+        cohort ← each client, with probability m / K        Δₖ ← Δₖ min(1, S / ‖Δₖ‖), before its code and behind it
         gradient ← 1/m (Σₖ Δₖ + N(0, z² S² I)), then the step of `inner`
 
     Clients count equally, with many samples or few, and the divisor is fixed. A round has places for more
@@ -42,7 +42,8 @@ def private(inner: Strategy, clip: float = 1.0, noise: float = 1.0, delta: float
     and there is no ε. The extra `privacy` brings the accountant (Rényi divergences, by dp-accounting).
 
     The guarantee is of models. Rows of training have the clients' losses without noise. Noise and cohorts are drawn
-    from the run's seed, so it must stay a secret. The rounding of floats is not counted.
+    from the run's seed, so it must stay a secret; with clients on machines of their own (`serve`) the server makes a
+    secret of its own. The rounding of floats is not counted.
 
     Cost: a pass over each movement, and a draw of noise for the model in each round.
 
@@ -91,6 +92,17 @@ def _plain(local: LocalTraining) -> LocalTraining:
     return LocalTraining(local.epochs, local.batch_size, local.proximal)
 
 
+class Releases(NamedTuple):
+    """Noisy sums of clients' movements. Each round draws every client with the same probability."""
+
+    clients: int
+    """Clients that may be drawn."""
+    rounds: int
+    """Rounds with a noisy sum."""
+    repeated: tuple[tuple[int, int], ...] = ()
+    """(k, rounds that have k noisy sums of the same draw), for k of at least 2."""
+
+
 def clip_(movement: list[Tensor], norm: float) -> None:
     """Scale the movement so that its norm over all tensors is at most `norm`."""
     length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(movement)))
@@ -104,8 +116,10 @@ def add_noise_(mean_part: list[Tensor], privacy: Privacy) -> None:
 
 
 @lru_cache(maxsize=64)
-def epsilon(privacy: Privacy, clients: int, rounds: int) -> float:
-    """ε at the privacy's δ after so many rounds. Cost: half a second, once for each number of rounds.
+def epsilon(privacy: Privacy, clients: int, rounds: int, repeated: tuple[tuple[int, int], ...] = ()) -> float:
+    """ε at the privacy's δ after so many rounds, as of `Releases`. Cost: half a second, once for each number of rounds.
+
+    k noisy sums of one draw tell as much as one with the noise z / √k.
 
     Source: I. Mironov, K. Talwar and L. Zhang, "Rényi differential privacy of the sampled Gaussian mechanism", 2019, by
     dp-accounting.
@@ -114,6 +128,9 @@ def epsilon(privacy: Privacy, clients: int, rounds: int) -> float:
         return 0.0
     accounting: Any = import_module("dp_accounting")
     accountant = import_module("dp_accounting.rdp").RdpAccountant()
-    round_event = accounting.PoissonSampledDpEvent(privacy.cohort / clients, accounting.GaussianDpEvent(privacy.noise))
-    accountant.compose(round_event, rounds)
+    once = rounds - sum(number for _, number in repeated)
+    for sums, number in ((1, once), *repeated):
+        noisy = accounting.GaussianDpEvent(privacy.noise / sums**0.5)
+        if number:
+            accountant.compose(accounting.PoissonSampledDpEvent(privacy.cohort / clients, noisy), number)
     return float(accountant.get_epsilon(privacy.delta))

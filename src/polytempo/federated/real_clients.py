@@ -30,9 +30,9 @@ class RoundRules:
     """Clients that must be there before a later round, and the fewest answers of a round: with fewer it draws further
     clients. None: half of the cohort, rounded up."""
     deadline_s: float = 60.0
-    """Seconds for the answers of a draw."""
+    """Seconds for the answers of a draw; of `fed_buff` for one answer, before another client begins as well."""
     wait_s: float = 600.0
-    """Seconds for enough clients to be there; then the run ends."""
+    """Seconds for enough clients to be there, and of `fed_buff` for the next answer; then the run ends."""
     return_s: float = 5.0
     """Seconds for a client with a broken connection to come back within a round."""
     draws: int = 4
@@ -72,7 +72,9 @@ def serve(
     The server never sees a client's data: a round sends the model, and a client answers with θ - θₖ, its number of
     samples, its loss, and, where it has a test set, how many of its predictions with the round's model are right. With
     the same clients, all there and all answering, the result is `pt.run`'s with `pt.federated.clients`, bit for bit.
-    Codes, control variates (`scaffold`), the loss before (`q_fed_avg`) and personal heads are as in `pt.run`, too.
+    Codes, control variates (`scaffold`), the loss before (`q_fed_avg`) and personal heads are as in `pt.run`, too. Of
+    `fed_buff` clients train while the server goes on, and their arrivals are their own; its bits are of a simulated run
+    with the same arrivals. Of `private` draws and noise come from a secret of the server, in the run's `noise.jsonl`.
 
     `keys`: the folder that `make_tickets` has made; the key of a connection says which client it is. `listen`:
     the address; loopback by default. `test`: the server's own test set, for scores of rounds (None: it has none).
@@ -88,7 +90,7 @@ def serve(
     movements.
 
     Errors: `Incompatible` (PT2516) for strategies without rounds, or that need simulated clients; PT2517 for keys that
-    cannot be read; PT2518 where too few clients come or answer.
+    cannot be read; PT2518 where too few clients come or answer; PT2530 where a private run cannot go on with its noise.
 
     Source: K. Bonawitz et al., "Towards federated learning at scale: System design", 2019, for rounds with selection
     and a deadline. Deviation: clients hold their connection between rounds.

@@ -125,6 +125,15 @@ def both(first: Sampling, second: Sampling) -> Sampling:
     return Sampling((*first.presences, *second.presences), slower.extra, slower.sigma, by_samples)
 
 
+def independent(clients: int, probability: float, most: int, seed: int, round_number: int) -> NDArray[np.int64]:
+    """Clients that each take part with `probability`, independently of others (Poisson sampling), in a random order.
+
+    At most `most` of them.
+    """
+    random = generator(seed, "cohort", round_number)
+    return random.permutation(np.flatnonzero(random.random(clients) < probability))[:most]
+
+
 def durations(sizes: Sequence[int], sigma: float, seed: int) -> NDArray[np.float64]:
     """nₖ exp(σ zₖ): the time of each client's training, in units of a sample's on the median client."""
     speeds: NDArray[np.float64] = np.exp(sigma * generator(seed, "speeds").standard_normal(len(sizes)))

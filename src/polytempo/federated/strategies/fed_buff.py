@@ -33,6 +33,8 @@ def fed_buff(
     number of workers; `pt.federated.Arrivals` has the times. The virtual clock charges the workers' computation, and
     does not have the clients' times.
 
+    With clients on machines of their own (`serve`) arrivals are theirs, and `sigma` has no meaning.
+
     Cost: as `fed_avg` for each arrival. Memory of a worker: oldest + 1 models more, which checkpoints have, too.
 
     Source: J. Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022, Algorithm 1, without

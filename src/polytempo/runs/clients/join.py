@@ -18,6 +18,7 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import InRounds
 from polytempo.federated.clients import Client
+from polytempo.federated.privacy import clip_
 from polytempo.runs.clients.client_memory import ClientMemory, LostClientState
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
@@ -225,6 +226,8 @@ class _ClientLoop:
         if turn.state:
             assert self._memory is not None
             self._memory.put(order.round, turn.state, order.taken)
+        if self._rounds.privacy is not None:
+            clip_(turn.movement, self._rounds.privacy.clip)
         codec, when = self._rounds.codec, when._replace(rank=self._number)
         moved = {passes.names[i]: turn.movement[i] for i in turn.used}
         if codec is not None:

@@ -4,6 +4,9 @@ round 7   drawn among the clients that are there: 2, 5, 9 ──Round──▶
           ◀─Movement─ 9      checked, taken
           ◀─Movement─ 2      NaN: refused by name, and asked no more in this round
                       5      silent at the deadline: the round goes on without it
+
+buffer 7  ◀─Movement─ 9      began in round 5: age 2                             (`fed_buff`)
+          ──Round──▶  4      another client begins, with the newest model; 2 and 5 are in training still
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor
 
-from polytempo.core import EncodeContext
 from polytempo.core.calls.refusals import refuse
+from polytempo.core.strategy import Buffering
 from polytempo.federated.real_clients import RoundRules
 from polytempo.federated.sampling import generator
+from polytempo.runs.clients.answers import checked
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
     ClientHello,
@@ -34,16 +37,11 @@ from polytempo.runs.clients.client_messages import (
     RoundsOver,
     ServerBeat,
     ToClient,
-    digest,
     layout,
-    packed,
-    problem_of,
-    unpacked,
 )
+from polytempo.runs.clients.open_round import AskedClient, OpenRound, SentRound, sent_round
 from polytempo.runs.clients.tickets import TicketRoster, name_of
 from polytempo.spec.text.plain_text import plain_text
-from polytempo.training.federated.client_movements import from_wire
-from polytempo.training.federated.client_states import CONTROL
 from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RoundTask
 from polytempo.training.observe.user_log import user_log
 from polytempo.wire.channel import ChannelServer
@@ -63,29 +61,6 @@ class _Present(NamedTuple):
     samples: int
 
 
-@dataclass
-class _Open:
-    """A round that goes on."""
-
-    task: RoundTask
-    content: bytes
-    mark: str
-    pending: dict[int, float] = field(default_factory=dict)
-    """Clients that are asked, and the time when the connection of each broke (inf: it is there)."""
-    asked: list[int] = field(default_factory=list)
-    """Clients in the order of draws."""
-    answers: dict[int, ClientAnswer] = field(default_factory=dict)
-    out: dict[int, str] = field(default_factory=dict)
-    """Refused clients, and why."""
-    late: set[int] = field(default_factory=set)
-    """Clients that have sent a movement of another round in this one."""
-
-    @property
-    def number(self) -> int:
-        """The round's."""
-        return self.task.number
-
-
 class RoundServer:
     """Listens at `address` for the clients of `roster`, and performs rounds with them."""
 
@@ -98,9 +73,12 @@ class RoundServer:
         places: int,
         tensors: Mapping[str, Tensor],
         most_bytes: int,
+        buffering: Buffering | None = None,
     ) -> None:
-        """`welcome`: the message to each client, which gets its number. `tensors`: the model's, by name. `most_bytes`:
-        the size of a client's tensors."""
+        """`welcome`: the message to each client, which gets its number. `places`: answers of a round, or as many as are
+        expected. `tensors`: the model's, by name. `most_bytes`: the size of a client's tensors. `buffering`: clients
+        train while the server goes on."""
+        self._buffering = buffering
         self._roster, self._rules, self._welcome, self._places = roster, rules, welcome, places
         self._layout = layout(tensors)
         self._channel: ChannelServer[FromClient, ToClient] = ChannelServer(
@@ -114,6 +92,9 @@ class RoundServer:
         self.address = self._channel.address
         self._there: dict[int, _Present] = {}
         self._samples: dict[int, int] = {}
+        self._asked: dict[int, AskedClient] = {}
+        self._orders: dict[int, SentRound] = {}
+        """The rounds that clients in training began in."""
         self._looked_s, self._rounds, self._begun = -math.inf, 0, False
 
     @property
@@ -121,27 +102,103 @@ class RoundServer:
         """The samples of each client that has come, by its number."""
         return self._samples
 
+    @property
+    def training(self) -> Mapping[int, int]:
+        """Clients in training between rounds, and the rounds that they began in."""
+        return {client: asked.number for client, asked in self._asked.items()}
+
     def performed(self, task: RoundTask) -> list[ClientAnswer]:
         """A round; see `RemoteRounds`. PT2518 (a ValueError) where too few clients come or answer."""
-        content, number = packed(task.tensors), task.number
-        opened = _Open(task, content, digest(content))
+        opened = OpenRound(task, self._places if task.drawn is None else len(task.drawn))
+        self._orders[task.number] = sent_round(task)
+        if self._buffering is not None:
+            self._fill(opened, self._buffering)
+            found = list(opened.answers)
+        else:
+            if task.drawn is None:
+                self._draw(opened)
+            else:
+                self._ask_drawn(opened, task.drawn)
+            self._asked.clear()
+            found = [each for each in opened.drawn if each in opened.answers]
+        began = {asked.number for asked in self._asked.values()}
+        self._orders = {number: order for number, order in self._orders.items() if number in began}
+        self._begun, self._rounds = True, task.number + 1
+        self._note(opened, found)
+        return [opened.answers[each] for each in found]
+
+    def _draw(self, opened: OpenRound) -> None:
+        """Ask clients that are there, and further ones where too few of them answer."""
+        number = opened.number
         random, least, first = generator(self._welcome.seed, "cohort", number), self._rules.least(self._places), True
-        needed = least if self._begun else self._rules.there or self._places
         for _ in range(self._rules.draws):
             wanted = self._places - len(opened.answers)
-            there = self._enough(needed if first else 1, opened)
+            there = self._enough(self._needed if first else 1, opened)
             asked = min(len(there), -int(-wanted * (1 + self._rules.extra) // 1) if first else wanted)
             chosen = [int(each) for each in random.choice(there, asked, replace=False)] if there else []
             self._ask(chosen, opened)
             self._collect(opened)
             if len(opened.answers) >= least:
-                break
+                return
             first = False
-        else:
-            self._too_few(len(opened.answers), f"after {self._rules.draws} draws of round {number}", least)
-        self._begun, self._rounds = True, number + 1
-        self._note(opened)
-        return [opened.answers[each] for each in opened.asked if each in opened.answers]
+        self._too_few(len(opened.answers), f"after {self._rules.draws} draws of round {number}", least)
+
+    def _ask_drawn(self, opened: OpenRound, drawn: Sequence[int]) -> None:
+        """Ask the clients of a draw that are there. Nothing else decides who takes part."""
+        self._enough(self._needed, opened)
+        self._ask([each for each in drawn if each in self._there], opened)
+        self._collect(opened)
+
+    def _fill(self, opened: OpenRound, buffering: Buffering) -> None:
+        """Take answers of clients in training until there are enough; where one ends, another begins."""
+        self._take_over(opened.task)
+        if not self._begun:
+            self._enough(self._needed, opened)
+        random, last_s, answered = generator(self._welcome.seed, "arrivals", opened.number), time.monotonic(), 0
+        while len(opened.answers) < self._places:
+            now_s = time.monotonic()
+            self._settle(opened, buffering.oldest, now_s)
+            in_time = sum(not asked.late for asked in self._asked.values())
+            while in_time < buffering.concurrency and (free := self._free(opened)):
+                in_time += 1
+                self._ask([free[int(random.integers(len(free)))]], opened)
+            if len(opened.answers) > answered:
+                answered, last_s = len(opened.answers), now_s
+            if now_s - last_s >= self._rules.wait_s:
+                when = f"in {self._rules.wait_s:g} s of round {opened.number} that had no further answer"
+                self._too_few(answered, when, self._places)
+            self._look(opened)
+            self._hear(opened, min(_LOOK_S / 4, self._rules.wait_s))
+
+    def _take_over(self, task: RoundTask) -> None:
+        """Go on with the clients that trained when the run was saved."""
+        if self._begun or task.earlier is None:
+            return
+        for client, number in task.training.items():
+            if self._buffering is not None and task.number - number <= self._buffering.oldest:
+                self._orders.setdefault(number, sent_round(task.earlier(number)))
+                until_s = time.monotonic() + self._rules.deadline_s
+                self._asked[client] = AskedClient(number, until_s)
+
+    def _settle(self, opened: OpenRound, oldest: int, now_s: float) -> None:
+        """Let others begin in the place of clients that are late, and forget the vanished ones."""
+        for client, asked in list(self._asked.items()):
+            if client not in self._there and asked.broke_s == math.inf:
+                asked.broke_s = now_s
+            if now_s - asked.broke_s > self._rules.return_s:
+                del self._asked[client]
+                self._tell(opened.number, client, "has vanished")
+            elif now_s >= asked.until_s:
+                if not asked.late:
+                    asked.late = True
+                    self._tell(opened.number, client, "is late")
+                if opened.number - asked.number > oldest:
+                    del self._asked[client]
+
+    def _free(self, opened: OpenRound) -> list[int]:
+        """Clients that can begin."""
+        busy = opened.out.keys() | opened.answers.keys() | self._asked.keys()
+        return [each for each in sorted(self._there) if each not in busy]
 
     def close(self) -> None:
         """Tell the clients that the run is over, and listen no more."""
@@ -153,52 +210,52 @@ class RoundServer:
         """Listen no more; clients wait for a server that goes on."""
         self._channel.close()
 
-    def _enough(self, needed: int, opened: _Open) -> list[int]:
+    def _enough(self, needed: int, opened: OpenRound) -> list[int]:
         """The clients to draw from, once there are so many."""
         until_s = time.monotonic() + self._rules.wait_s
         while True:
             self._look(opened)
-            free = [each for each in sorted(self._there) if each not in opened.out and each not in opened.answers]
-            if len(free) >= needed:
+            free = self._free(opened)
+            if len(free if self._buffering is None else self._there) >= needed:
                 return free
             if time.monotonic() >= until_s:
                 self._too_few(len(free), f"within {self._rules.wait_s:g} s before round {opened.number}", needed)
             self._hear(opened, max(0.0, min(_LOOK_S, until_s - time.monotonic())))
 
-    def _ask(self, chosen: list[int], opened: _Open) -> None:
+    def _ask(self, chosen: list[int], opened: OpenRound) -> None:
         for client in chosen:
-            opened.pending[client] = math.inf
-            if client in opened.asked:
-                opened.asked.remove(client)
-            opened.asked.append(client)
+            self._asked[client] = AskedClient(opened.number, time.monotonic() + self._rules.deadline_s)
+            if client in opened.drawn:
+                opened.drawn.remove(client)
+            opened.drawn.append(client)
             self._send_round(client, opened)
 
-    def _send_round(self, client: int, opened: _Open) -> None:
-        taken = opened.task.taken.get(client, NO_ROUND)
-        order = RoundOrder(opened.number, list(opened.task.rates), opened.content, taken)
-        sent = self._channel.sent(self._there[client].peer, order)
+    def _send_round(self, client: int, opened: OpenRound) -> None:
+        number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
+        order = self._orders[number]
+        sent = self._channel.sent(self._there[client].peer, RoundOrder(number, order.rates, order.content, taken))
         if sent is None:
-            self._lost(client, opened)
+            self._lost(client)
         elif not sent:
-            del opened.pending[client]
+            del self._asked[client]
             opened.out[client] = why = "did not get the round: its queue is full, because it reads no messages"
             self._tell(opened.number, client, why)
 
-    def _collect(self, opened: _Open) -> None:
+    def _collect(self, opened: OpenRound) -> None:
         """Take answers until there are enough, none is to come, or the deadline has passed."""
         until_s = time.monotonic() + self._rules.deadline_s
-        while len(opened.answers) < self._places:
+        while len(opened.answers) < opened.most:
             now_s = time.monotonic()
-            for client, broke_s in list(opened.pending.items()):
-                if now_s >= until_s or now_s - broke_s > self._rules.return_s:
-                    del opened.pending[client]
-                    self._tell(opened.number, client, "is late" if broke_s == math.inf else "has vanished")
-            if not opened.pending:
+            for client, asked in list(self._asked.items()):
+                if now_s >= until_s or now_s - asked.broke_s > self._rules.return_s:
+                    del self._asked[client]
+                    self._tell(opened.number, client, "is late" if asked.broke_s == math.inf else "has vanished")
+            if not self._asked:
                 return
             self._look(opened)
             self._hear(opened, max(0.0, min(_LOOK_S / 4, until_s - now_s)))
 
-    def _look(self, opened: _Open) -> None:
+    def _look(self, opened: OpenRound) -> None:
         """Follow the roster, and forget clients without a connection; once a second."""
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
@@ -208,19 +265,20 @@ class RoundServer:
             if not self._roster.admits(client):
                 self._dismiss(client, present.peer, opened)
             elif self._channel.sent(present.peer, ServerBeat()) is None:
-                self._lost(client, opened)
+                self._lost(client)
 
-    def _lost(self, client: int, opened: _Open) -> None:
+    def _lost(self, client: int) -> None:
         self._there.pop(client, None)
-        if opened.pending.get(client) == math.inf:
-            opened.pending[client] = time.monotonic()
+        asked = self._asked.get(client)
+        if asked is not None and asked.broke_s == math.inf:
+            asked.broke_s = time.monotonic()
 
-    def _dismiss(self, client: int, peer: bytes, opened: _Open) -> None:
+    def _dismiss(self, client: int, peer: bytes, opened: OpenRound) -> None:
         self._channel.send(peer, ClientRefused("this ticket is revoked", final=True))
-        if self._there.pop(client, None) is not None or client in opened.pending:
+        if self._there.pop(client, None) is not None or client in self._asked:
             self._out(client, opened, "its ticket is revoked")
 
-    def _hear(self, opened: _Open, wait_s: float) -> None:
+    def _hear(self, opened: OpenRound, wait_s: float) -> None:
         """Take the next message, if one comes."""
         found = self._channel.take_named(wait_s)
         if found is None:
@@ -236,12 +294,13 @@ class RoundServer:
             self._channel.send(peer, ClientRefused(_NO_HELLO, hello=present is None))
         elif isinstance(message, RoundDeclined):  # it has an error of its own, and will leave
             del self._there[client]
-            if message.round == opened.number and client in opened.pending:
+            asked = self._asked.get(client)
+            if asked is not None and message.round == asked.number:
                 self._out(client, opened, f"it has an error, {plain_text(message.why[:_MOST_WHY])}")
         else:
             self._take(client, present, message, opened)
 
-    def _greet(self, client: int, peer: bytes, hello: ClientHello, opened: _Open) -> None:
+    def _greet(self, client: int, peer: bytes, hello: ClientHello, opened: OpenRound) -> None:
         most = self._roster.members[client].most_samples
         if hello.model != self._layout:
             why = "its job has another model: other names, shapes or dtypes"
@@ -250,42 +309,49 @@ class RoundServer:
         else:
             self._there[client] = _Present(peer, hello.samples)
             self._samples[client] = hello.samples
-            if client not in opened.asked:  # refused for its hello, which is right now
+            if client not in opened.drawn:  # refused for its hello, which is right now
                 opened.out.pop(client, None)
             self._channel.send(peer, replace(self._welcome, number=client))
-            if client in opened.pending:  # a new connection: the order may be lost with the old one
-                opened.pending[client] = math.inf
+            asked = self._asked.get(client)
+            if asked is not None:  # a new connection: the order may be lost with the old one
+                asked.broke_s = math.inf
                 self._send_round(client, opened)
             return
         self._there.pop(client, None)
         self._channel.send(peer, ClientRefused(why, final=True))
         self._out(client, opened, why)
 
-    def _take(self, client: int, present: _Present, message: ClientMovement, opened: _Open) -> None:
-        if message.round != opened.number or message.model != opened.mark:
-            self._channel.send(
-                present.peer, ClientRefused(f"round {message.round} has ended, and this is round {opened.number}")
-            )
-            if client in opened.pending and client not in opened.late:
-                opened.late.add(client)
+    def _take(self, client: int, present: _Present, message: ClientMovement, opened: OpenRound) -> None:
+        asked = self._asked.get(client)
+        number = opened.number if asked is None else asked.number
+        problem = None
+        if message.round != number or message.model != self._orders[number].mark:
+            problem = f"round {message.round} has ended, and this is round {opened.number}"
+            if asked is not None and client not in opened.old:
+                opened.old.add(client)
                 self._tell(opened.number, client, f"sent a movement of an old round ({message.round})")
+        elif asked is None:
+            problem = "its part of the round is over" if client in opened.drawn else "it was not drawn for this round"
+        elif self._buffering is not None and opened.number - number > self._buffering.oldest:
+            problem = f"its movement began in round {number}, and this is round {opened.number}: too old to count"
+            opened.too_old += 1
+            del self._asked[client]
+            self._tell(opened.number, client, f"sent a movement that is too old (from round {number})")
+        if problem is not None:
+            self._channel.send(present.peer, ClientRefused(problem))
             return
-        if client not in opened.pending:
-            why = "its part of the round is over" if client in opened.asked else "it was not drawn for this round"
-            self._channel.send(present.peer, ClientRefused(why))
-            return
-        answer, problem = _checked(client, message, opened.task)
+        answer, problem = checked(client, message, opened.task)
         if message.samples != present.samples:
             problem = f"it says that it has {message.samples:,} samples, and it said {present.samples:,} before"
         if problem is not None:
             self._channel.send(present.peer, ClientRefused(problem))
             self._out(client, opened, problem)
             return
-        del opened.pending[client]
+        del self._asked[client]
         opened.answers[client] = answer
 
-    def _out(self, client: int, opened: _Open, why: str) -> None:
-        opened.pending.pop(client, None)
+    def _out(self, client: int, opened: OpenRound, why: str) -> None:
+        self._asked.pop(client, None)
         if client not in opened.out:
             opened.out[client] = why
             self._tell(opened.number, client, f"is refused: {why}")
@@ -295,39 +361,20 @@ class RoundServer:
         print(f"polytempo: {text}", file=sys.stderr)
         user_log().log_text("clients", text)
 
-    def _note(self, opened: _Open) -> None:
-        names = " ".join(name_of(each) for each in opened.asked if each in opened.answers)
+    def _note(self, opened: OpenRound, found: list[int]) -> None:
+        ages = {each: opened.answers[each].age for each in found}
+        names = " ".join(name_of(each) + (f" (age {age})" if age else "") for each, age in ages.items())
         user_log().log_text("clients/round", f"round {opened.number}: {names}")
-        user_log().log({"clients/there": float(len(self._there)), "clients/refused": float(len(opened.out))})
+        values = {"clients/there": float(len(self._there)), "clients/refused": float(len(opened.out))}
+        if self._buffering is not None:
+            age = sum(ages.values()) / len(ages)
+            values |= {"clients/age": age, "clients/too_old": float(opened.too_old)}
+        user_log().log(values)
+
+    @property
+    def _needed(self) -> int:
+        """The clients that must be there before a round."""
+        return self._rules.least(self._places) if self._begun else self._rules.there or self._places
 
     def _too_few(self, found: int, when: str, needed: int) -> None:
         refuse({"real clients", "too few"}, found=found, when=when, needed=needed, places=self._places)
-
-
-def _checked(client: int, message: ClientMovement, task: RoundTask) -> tuple[ClientAnswer, str | None]:
-    """A client's answer, and the reason to refuse it."""
-    movement, problem = dict[str, Tensor](), None
-    try:
-        movement = unpacked(message.movement)
-        if task.codec is not None:
-            when = EncodeContext(step=task.number + 1, rank=client)
-            movement = {name: _decoded(name, each, task, when) for name, each in movement.items()}
-        problem = problem_of(movement, task.expected)
-    except ValueError as error:
-        problem = str(error)
-    numbers = message.loss, message.first_loss
-    if not (all(map(math.isfinite, numbers)) and 0 <= message.right <= message.tested < math.inf):
-        problem = problem or f"its loss is {message.loss}, and {message.right} of {message.tested} are right"
-    told = message.samples, message.loss, movement, message.right, message.tested, message.first_loss
-    answer = ClientAnswer(client, *told)
-    return answer, problem or task.problem(answer)
-
-
-def _decoded(name: str, wire: Tensor, task: RoundTask, when: EncodeContext) -> Tensor:
-    """The tensor of a code; others as they are. ValueError for a code of no such tensor."""
-    if name not in task.expected or name.startswith(CONTROL) or task.codec is None:
-        return wire
-    try:
-        return from_wire(wire, task.expected[name], task.codec, when, name)
-    except Exception as error:  # of hostile codes IndexError, RuntimeError, too
-        raise ValueError(f"{name} is not a code of {task.codec.facts.name} ({type(error).__name__})") from error

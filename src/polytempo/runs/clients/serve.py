@@ -27,6 +27,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy, strategy_from
 from polytempo.training.federated.client_movements import most_wire_bytes
 from polytempo.training.federated.local_passes import LocalPasses
+from polytempo.training.federated.noise_record import NoiseRecord
 from polytempo.training.federated.remote_rounds import RemoteData
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.training.model.randomness import kept_random_states
@@ -49,7 +50,7 @@ def serve(
     """Train `job` by `strategy` with the clients of `keys`, which dial in; see `polytempo.federated.serve`."""
     job, strategy = checked_job(job), strategy_from(strategy)
     options, rules, roster = with_keywords(options, more), rules or RoundRules(), TicketRoster(keys)
-    _check_strategy(strategy, rules)
+    _check_strategy(strategy, rules, len(roster.members))
     rounds = strategy.rounds
     assert rounds is not None
     spec = RunSpec.of(job, strategy, 1, options)
@@ -60,9 +61,11 @@ def serve(
     most_bytes = sum(most_wire_bytes(each, rounds.codec) for each in tensors.values())
     if rounds.local.controls:
         most_bytes += sum(each.nbytes for each in tensors.values())
-    server = RoundServer(url_of(listen), roster, rules, welcome, rounds.number, tensors, most_bytes)
+    cohort = rounds.number if rounds.privacy is None else rounds.privacy.cohort
+    server = RoundServer(url_of(listen), roster, rules, welcome, cohort, tensors, most_bytes, rounds.local.buffering)
+    noise = NoiseRecord(options.out, len(roster.members), resume=options.resume)
     try:
-        own = replace(job, data=RemoteData(rounds.number, server, len(roster.members), test))
+        own = replace(job, data=RemoteData(rounds.number, server, len(roster.members), noise, test))
         trainer = Trainer(RunSpec.of(own, strategy, 1, options))
         if on_listening is not None:
             on_listening(server.address)
@@ -74,20 +77,18 @@ def serve(
         server.abandon()
 
 
-def _check_strategy(strategy: Strategy, rules: RoundRules) -> None:
-    """PT2516 for rounds that need more from clients than movements; ValueError for a merge of too few answers."""
+def _check_strategy(strategy: Strategy, rules: RoundRules, clients: int) -> None:
+    """PT2516 for rounds that need more from clients than movements; ValueError for rules that cannot be followed."""
     rounds, reason = strategy.rounds, None
     named = False
     with suppress(ValueError):
         named = str(parse_strategy(str(strategy))) == str(strategy)
     if rounds is None:
         reason = "it has no rounds"
-    elif rounds.privacy is not None:
-        reason = "its guarantee rests on clients that all take part with equal probabilities"
-    elif rounds.local.buffering is not None:
-        reason = "its rounds end in an order that a clock of simulated clients gives"
     elif strategy.sample_privacy is not None:
         reason = "a server that asks for a round twice would learn more of samples than it counts"
+    elif rounds.local.buffering is not None and rounds.local.buffering.lost:
+        reason = "lost= loses movements of simulated clients; leave it out"
     elif rounds.secure is not None:
         reason = "its masks are for simulated clients so far"
     elif not named:
@@ -97,3 +98,13 @@ def _check_strategy(strategy: Strategy, rules: RoundRules) -> None:
     assert rounds is not None
     if rounds.merge is not None:
         rounds.merge([torch.zeros(2) for _ in range(rules.least(rounds.number))])
+    if rounds.privacy is not None and rules.extra:
+        raise ValueError(
+            f"extra={rules.extra:g} takes the first to answer, and clients of private rounds take part with equal "
+            "probabilities; leave it out"
+        )
+    if rounds.privacy is not None and rounds.privacy.cohort > clients:
+        raise ValueError(
+            f"a round of {rounds.privacy.cohort} clients needs that many, and there are {clients} tickets; give a "
+            "smaller cohort"
+        )

@@ -18,6 +18,7 @@ from torch import Tensor
 from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.core.arithmetic.slice_tree import subtree
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Scalar
 from polytempo.device import HOST
 from polytempo.federated.client_store import ClientStore
@@ -101,7 +102,10 @@ class ClientStates:
         held = json.loads(str(whole.scalars[_HOLDERS]))
         self._holders = {client: rank % size for client, rank in held}
         for name, each in self.server.items():
-            each.copy_(whole.tensors[f"{_SERVER}{name}"])
+            saved = whole.tensors[f"{_SERVER}{name}"]
+            if saved.shape != each.shape:  # of numbers for each ticket: models are compared before
+                refuse({"real clients", "other tickets"}, saved=len(saved), clients=len(each))
+            each.copy_(saved)
         for part in sources:
             for client, tensors in clients_in(part).items():
                 self.store.put(client, tensors)

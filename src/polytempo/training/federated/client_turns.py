@@ -170,14 +170,19 @@ class ClientTurns(SlicedGradients):
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
         local, client, passes, step = self._local, piece.batch, self._passes, self._replica.step
         assert isinstance(client, Client)
+        begun = step - client.age
         state = {} if self._states is None else self._states.get(client.number)
         received, guard = self._model_of(client.age), self._replica.guard
         check = None if guard is None else lambda loss: guard.loss(loss, step, rank)
-        turn = passes.turn(client, step, received, self._server_tensors, self._controls, state, check=check)
+        rates = passes.rates_of(begun)
+        turn = passes.turn(client, begun, received, self._server_tensors, self._controls, state, rates, check)
         used.update(turn.used)
         if self._states is not None and turn.state:
             self._states.put(client.number, turn.state)
-        when = EncodeContext(step=self._replica.step + 1, rank=client.number)
+        privacy = self._rounds.privacy
+        if privacy is not None:
+            clip_(turn.movement, privacy.clip)
+        when = EncodeContext(step=begun + 1, rank=client.number)
         movement = self._coded(turn.movement, self._rounds.codec, when)
         if self._rounds.merge is not None:
             self._movements[piece.number] = [each.clone() for each in movement]
@@ -186,7 +191,6 @@ class ClientTurns(SlicedGradients):
             weight, self._bottoms[piece.number] = fair_weights(
                 weight, turn.first_loss, movement, local.fairness, passes.first_rate
             )
-        privacy = self._rounds.privacy
         if privacy is not None:
             clip_(movement, privacy.clip)
         if self._words is not None:

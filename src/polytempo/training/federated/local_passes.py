@@ -5,6 +5,7 @@ the round's model θ ──▶ E passes over the client's samples, by a new opti
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ class LocalPasses:
         self._rates = optimizer_of(spec.job, self.model, spec.lr)
         """Has the learning rates of the round, by the job's schedule."""
         self._schedule = schedule_of(spec.job, self._rates, 1)
+        self._past_rates = deque[list[float]](maxlen=1 if local.buffering is None else max(1, local.buffering.oldest))
+        """The learning rates of the rounds before, the last one's at the end."""
         spec.strategy.fit(spec.strategy, self._rates)
         privacy = spec.strategy.sample_privacy
         self._private = None if privacy is None else SampleGradients(spec.job, self.model, privacy, str(spec.strategy))
@@ -73,6 +76,7 @@ class LocalPasses:
     def follow(self, step: int) -> None:
         """Learning rates are a round's from now on; `step` never falls."""
         while self._schedule is not None and self._schedule.last_epoch < step:
+            self._past_rates.append(self.rates)
             self._rates.step()  # without gradients: a schedule warns where its optimizer has made no step
             self._schedule.step()
 
@@ -80,6 +84,11 @@ class LocalPasses:
     def rates(self) -> list[float]:
         """The learning rates of a client's parameter groups in the round."""
         return [float(group["lr"]) for group in self._rates.param_groups]
+
+    def rates_of(self, step: int) -> list[float]:
+        """The learning rates of an earlier round, or of this one."""
+        age = 0 if self._schedule is None else self._schedule.last_epoch - step
+        return self._past_rates[-age] if age else self.rates
 
     @property
     def first_rate(self) -> float:

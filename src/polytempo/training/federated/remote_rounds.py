@@ -16,7 +16,9 @@ from torch.utils.data import Dataset
 
 from polytempo.core import Codec
 from polytempo.federated.clients import Client
+from polytempo.federated.privacy import Releases
 from polytempo.spec.job import Data
+from polytempo.training.federated.noise_record import NoiseRecord
 
 NO_ROUND = -1
 """The number of no round: the server has taken no movement of a client yet."""
@@ -36,6 +38,8 @@ class ClientAnswer(NamedTuple):
     tested: float = 0.0
     first_loss: float = 0.0
     """The loss of the round's model on its samples, where the strategy weighs by it."""
+    age: int = 0
+    """Rounds of the server since the model that the client began with."""
 
 
 class RoundTask(NamedTuple):
@@ -54,6 +58,12 @@ class RoundTask(NamedTuple):
     """The last round that has a client's movement, by its number."""
     problem: Callable[[ClientAnswer], str | None] = lambda answer: None
     """The reason to refuse an answer with finite tensors of the right shapes; None: it is right."""
+    drawn: Sequence[int] | None = None
+    """The round's clients, as far as they are there. None: the server draws among those that are."""
+    training: Mapping[int, int] = {}
+    """Clients in training when the run was saved, and the rounds that they began in."""
+    earlier: Callable[[int], RoundTask] | None = None
+    """An earlier round, for clients in training."""
 
 
 class RemoteRounds(Protocol):
@@ -63,16 +73,23 @@ class RemoteRounds(Protocol):
     def samples(self) -> Mapping[int, int]:
         """The samples of each client that has come, by its number."""
 
+    @property
+    def training(self) -> Mapping[int, int]:
+        """Clients that train while no round goes on, and the rounds that they began in."""
+
     def performed(self, task: RoundTask) -> list[ClientAnswer]:
-        """Let a cohort train; the answers in the order of the draw, at least one."""
+        """Let a cohort train; the answers in the order of the draw, or of their arrival.
+
+        At least one, but where `task` names the round's clients.
+        """
 
 
 @final
 class RemotePlaces(Dataset[Client]):
     """The places of a round, as `DataShard` deals them."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, places: int, noise: NoiseRecord) -> None:
+        self._places, self._noise = places, noise
 
     def __len__(self) -> int:
         return self._places
@@ -88,6 +105,10 @@ class RemotePlaces(Dataset[Client]):
         """1: the weights of clients are known at the end of the round."""
         return 1
 
+    def releases(self, rounds: int) -> Releases:
+        """Noisy sums of the first `rounds` rounds, and of those that a server lost before it was resumed."""
+        return self._noise.releases(rounds)
+
 
 @dataclass(frozen=True)
 class RemoteData:
@@ -97,8 +118,10 @@ class RemoteData:
     rounds: RemoteRounds
     clients: int
     """Clients that may come."""
+    noise: NoiseRecord
+    """The secret of noise and draws."""
     test: Dataset[Any] | None = None
 
     def __call__(self, path: Path | None) -> Data:
         """Places to train at, and the server's own test set."""
-        return Data(RemotePlaces(self.places), self.test)
+        return Data(RemotePlaces(self.places, self.noise), self.test)

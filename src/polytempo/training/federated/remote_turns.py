@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
 from polytempo.core import EncodeContext, Port
 from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.federated.client_tests import spread
+from polytempo.federated.privacy import add_noise_, clip_
+from polytempo.federated.sampling import independent
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_movements import fair_weights, merged_, to_wire
 from polytempo.training.federated.client_states import CONTROL, ClientStates
@@ -15,6 +19,7 @@ from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RemoteData, RoundTask
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
+from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.user_log import user_log
 from polytempo.training.step.replica import Replica
 
@@ -30,7 +35,7 @@ class RemoteTurns(SlicedGradients):
         assert spec.strategy.rounds is not None
         assert isinstance(spec.job.data, RemoteData)
         remote, trainable = spec.job.data, replica.trainable
-        self._rounds, self._remote = spec.strategy.rounds, remote.rounds
+        self._rounds, self._remote, self._noise = spec.strategy.rounds, remote.rounds, remote.noise
         self._passes = LocalPasses(spec, self._rounds.local, self._parameters[0].device, tuple(trainable))
         self._movements: dict[int, list[Tensor]] = {}
         self._controls = {
@@ -41,8 +46,18 @@ class RemoteTurns(SlicedGradients):
         """The last round that has a client's movement, of each client."""
         self._samples = torch.zeros(remote.clients, dtype=torch.float64)
         """The samples of clients that have come."""
-        if self._controls or self._passes.kept:
+        self._training = self._taken.clone()
+        """The rounds in which clients began that train while the server goes on."""
+        buffering = self._rounds.local.buffering
+        self._past = [
+            {f"past/{i}/{name}": p.detach().clone() for name, p in trainable.items()}
+            for i in range(0 if buffering is None else buffering.oldest + 1)
+        ]
+        """Models of the server's last rounds, which clients in training may ask for again."""
+        if self._controls or self._passes.kept or self._past:
             server = self._controls | {"taken": self._taken, "samples": self._samples}
+            server |= {"training": self._training} if self._past else {}
+            server |= {name: each for past in self._past for name, each in past.items()}
             replica.clients = ClientStates(self._rounds.number, self._controls, server)
 
     async def meet(self, port: Port) -> None:
@@ -53,8 +68,12 @@ class RemoteTurns(SlicedGradients):
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
         """The clients' mean loss over their local steps. Cost: a message with the model to each client and back."""
-        self._passes.follow(self._replica.step)
-        answers = self._remote.performed(self._task())
+        privacy, step = self._rounds.privacy, self._replica.step
+        self._passes.follow(step)
+        if self._past:
+            now = self._past[step % len(self._past)]
+            torch._foreach_copy_(list(now.values()), [p.detach() for p in self._parameters])
+        answers = self._performed(step)
         samples = torch.tensor([each.samples for each in answers], dtype=torch.float64)
         shares = [float(each) for each in self._rounds.shares(samples, self._rounds.local)]
         movements = [self._whole(each) for each in answers]
@@ -62,36 +81,69 @@ class RemoteTurns(SlicedGradients):
         fair = [self._fair(*each) for each in zip(answers, shares, movements, strict=True)]
 
         def weighed(place: int) -> list[Tensor]:
-            return list(torch._foreach_mul(movements[place], fair[place][0]))
+            if place < len(answers):
+                found = list(torch._foreach_mul(movements[place], fair[place][0]))
+            else:
+                found = [torch.zeros_like(p) for p in self._parameters]
+            if privacy is not None and place == 0:
+                seed_step(self._secret(), attempt, step, "noise of a round")
+                add_noise_(found, privacy)
+            return found
 
-        total = along_tree(len(answers), weighed, _added_)
+        if privacy is not None:
+            for movement in movements:
+                clip_(movement, privacy.clip)
+            attempt = self._noise.attempt(step, _digest(answers, movements))
+        total = along_tree(len(answers) if privacy is None else self._rounds.number, weighed, _added_)
         if self._rounds.local.fairness:
             torch._foreach_div_(total, float(torch.tensor([bottom for _, bottom in fair], dtype=torch.float64).sum()))
         used = {name for each in answers for name in each.movement}
         for (name, parameter), each in zip(self._replica.trainable.items(), total, strict=True):
-            parameter.grad = each if name in used else None
+            parameter.grad = each if name in used or privacy is not None else None
         self._count(answers)
         self._log(answers)
         zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
         losses = zip(answers, shares, strict=True)
         return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
 
-    def _task(self) -> RoundTask:
-        """The round for clients."""
-        replica, step, codec = self._replica, self._replica.step, self._rounds.pull_codec
-        model, trainable = tensors_of(replica.model), {n: p.detach() for n, p in replica.trainable.items()}
+    def _performed(self, step: int) -> list[ClientAnswer]:
+        """The answers of a round; what the server needs to go on with it is in the states of a checkpoint."""
+        task, privacy, local = self._task(step), self._rounds.privacy, self._rounds.local
+        if privacy is not None:
+            clients = len(self._taken)
+            drawn = independent(clients, privacy.cohort / clients, self._rounds.number, self._secret(), step)
+            task = task._replace(drawn=drawn.tolist())
+        if local.buffering is not None:
+            task = task._replace(training=_numbers(self._training), earlier=self._task)
+        answers = self._remote.performed(task)
+        self._training.fill_(NO_ROUND)
+        for client, number in self._remote.training.items():
+            self._training[client] = number
+        return answers
+
+    def _task(self, step: int) -> RoundTask:
+        """The round `step` for clients: this one, or one with a kept model."""
+        replica, codec = self._replica, self._rounds.pull_codec
+        trainable = {n: p.detach() for n, p in replica.trainable.items()}
+        if step != replica.step:
+            kept = self._past[step % len(self._past)].values()
+            trainable = dict(zip(trainable, kept, strict=True))
+        model = tensors_of(replica.model) | trainable
         if codec is not None:
             when = EncodeContext(step=step + 1)
             model |= {name: to_wire(each, codec, when, name) for name, each in trainable.items()}
         return RoundTask(
             step,
             model | self._controls,
-            self._passes.rates,
+            self._passes.rates_of(step),
             trainable | self._controls,
             self._rounds.codec,
-            {client: int(each) for client, each in enumerate(self._taken.tolist())},
+            _numbers(self._taken),
             self._problem,
         )
+
+    def _secret(self) -> int:
+        return self._noise.secret(self._replica.step)
 
     def _problem(self, answer: ClientAnswer) -> str | None:
         """The reason to refuse an answer for its weight."""
@@ -112,7 +164,7 @@ class RemoteTurns(SlicedGradients):
         """The weight of an answer, and its part of the divisor of all."""
         fairness = self._rounds.local.fairness
         if not fairness:
-            return share, 0.0
+            return share / (1 + answer.age) ** 0.5, 0.0
         return fair_weights(share, answer.first_loss, movement, fairness, self._passes.first_rate)
 
     def _count(self, answers: list[ClientAnswer]) -> None:
@@ -143,6 +195,21 @@ class RemoteTurns(SlicedGradients):
         tested = [(each.right, each.tested) for each in answers if each.tested]
         values = {"clients/answered": float(len(answers)), "clients/samples": float(sum(a.samples for a in answers))}
         user_log().log(values | (spread(torch.tensor(tested).T) if tested else {}))
+
+
+def _numbers(rounds: Tensor) -> dict[int, int]:
+    """The rounds of clients that have one."""
+    return {client: int(each) for client, each in enumerate(rounds.tolist()) if each != NO_ROUND}
+
+
+def _digest(answers: list[ClientAnswer], movements: list[list[Tensor]]) -> str:
+    """A text that tells answers to a round apart."""
+    found = hashlib.blake2b(digest_size=16)
+    for answer, movement in zip(answers, movements, strict=True):
+        found.update(answer.client.to_bytes(8, "little"))
+        for each in movement:
+            found.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _added_(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

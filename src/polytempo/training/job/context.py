@@ -174,8 +174,8 @@ class TrainingContext:
     def _spent(self, meeting: InRounds, rounds: int) -> dict[str, float]:
         if meeting.privacy is None or not meeting.is_noisy:
             return {}
-        clients = len(self.shard.dataset.clients.parts)
-        return {"epsilon": epsilon(meeting.privacy, clients, rounds), "delta": meeting.privacy.delta}
+        found = epsilon(meeting.privacy, *self.shard.dataset.releases(rounds))
+        return {"epsilon": found, "delta": meeting.privacy.delta}
 
     @property
     def job(self) -> Job:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from polytempo.core import Mesh, Port, Strategy
+from polytempo.core.calls.refusals import Incompatible
 from polytempo.core.state import Saved
 from polytempo.core.system.url_path import Place
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
@@ -59,7 +60,7 @@ def _fitting(folder: Place) -> Iterator[None]:
     """Inside, errors of a whole checkpoint become a ForeignCheckpoint."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, Incompatible):
         raise
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
         raise ForeignCheckpoint(

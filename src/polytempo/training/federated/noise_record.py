@@ -1,0 +1,118 @@
+"""`NoiseRecord`: the secret of private rounds with real clients, and the rounds that have had their noise.
+
+out/noise.jsonl   {"secret": …, "clients": 40}      drawn once for a run; clients know the run's seed, and not this
+                  [0, "9f3a…"]                      round 0, and a digest of its answers, written before its noise
+                  [1, "04c1…"]
+                  [1, "77e0…"]                      after a resume the round had other answers, and so other noise
+
+Two sums of different answers with the same noise would tell the difference of the answers without any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from polytempo.core.calls.refusals import refuse
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.federated.privacy import Releases
+
+FILE = "noise.jsonl"
+_MOST_BYTES = 1 << 30
+
+
+class NoiseRecord:
+    """The record of a run, in its folder, or in memory where it has none."""
+
+    def __init__(self, folder: Place | None, clients: int, *, resume: bool) -> None:
+        """`clients`: those that may be drawn. `resume`: go on with the folder's record."""
+        self._path = None if folder is None else folder / FILE
+        self._clients, self._resume = clients, resume
+        self._digests: dict[int, list[str]] = {}
+        self._secret: int | None = None
+        self._earlier = frozenset[int]()
+        """Rounds of earlier processes."""
+
+    def secret(self, rounds: int) -> int:
+        """The seed of draws and noise. Call it when the run holds its folder.
+
+        `rounds`: those that the run has behind it. `Incompatible` (PT2530) where a resumed run cannot go on with it.
+        """
+        if self._secret is None:
+            lines = self._lines(rounds)
+            self._secret = int(lines[0]["secret"], 16)
+            for number, digest in lines[1:]:
+                self._digests.setdefault(number, []).append(digest)
+            self._earlier = frozenset(self._digests)
+        return self._secret
+
+    def attempt(self, number: int, digest: str) -> int:
+        """The number of other answers that this round has had before, written down before it returns.
+
+        Call `secret` before. Cost: a synchronous write of some bytes, where there is a folder.
+        """
+        known = self._digests.setdefault(number, [])
+        if digest not in known:
+            self._write([number, digest])
+            known.append(digest)
+        return known.index(digest)
+
+    def releases(self, rounds: int) -> Releases:
+        """Noisy sums before round `rounds`, and those of earlier processes."""
+        self.secret(rounds)
+        lost = [number for number in self._earlier if number >= rounds]
+        seen = [*range(rounds), *lost]
+        counts = Counter(len(self._digests.get(number, ())) for number in seen)
+        repeated = tuple(sorted((sums, count) for sums, count in counts.items() if sums > 1))
+        return Releases(self._clients, len(seen), repeated)
+
+    def _lines(self, rounds: int) -> list[Any]:
+        """The lines of the file, which is made where the run begins."""
+        told = _read(self._path) if self._path is not None and self._resume else []
+        if told and told[0]["clients"] == self._clients:
+            return told
+        if told or (rounds and self._resume):
+            problem = f"it is of {told[0]['clients']} clients" if told else "there is none"
+            refuse({"real clients", "other noise"}, path=self._path, problem=problem, clients=self._clients)
+        head = {"secret": f"{drawn_secret():x}", "clients": self._clients}
+        if self._path is not None:
+            files.remove(self._path)
+            self._write(head)
+        return [head]
+
+    def _write(self, line: Any) -> None:
+        if self._path is None:
+            return
+        content = json.dumps(line).encode() + b"\n"
+        if isinstance(self._path, UrlPath):
+            earlier = files.read(self._path, _MOST_BYTES) if self._secret is not None else b""
+            self._path.write(earlier + content)
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self._path, flags, 0o600), "wb", buffering=0) as stream:
+            files.write(stream, content, self._path)
+            os.fsync(stream.fileno())
+
+
+def _read(path: Place) -> list[Any]:
+    """The lines of a record; none where there is no record. A last line without an end is cut off: its process died."""
+    try:
+        content = files.read(path, _MOST_BYTES)
+        whole = content[: content.rfind(b"\n") + 1]
+        if isinstance(path, Path) and len(whole) < len(content):
+            os.truncate(path, len(whole))
+        return [json.loads(line) for line in whole.splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ValueError(f"{path} is not a record of noise ({error})") from error
+
+
+def drawn_secret() -> int:
+    """A number that no client can guess."""
+    return secrets.randbits(63)
