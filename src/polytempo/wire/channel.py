@@ -5,8 +5,8 @@
 
 Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `most_bytes`, a queue
 `HIGH_WATER` messages. Anything but a message of the expected type is dropped and counted. Clients have the run's keys,
-or each has its own (`known`); then a message comes with the name of the client that has sent it, and a
-connection with more bytes than `_WAITING` messages and an unfinished one is closed.
+or each has its own (`known`); then a message comes with the name of the client that has sent it, and a client may
+have as many bytes as `_WAITING` messages and an unfinished one, over all of its connections. One with more is closed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ChannelServer(Generic[In, Out]):
             found = named(self._router, self._most_bytes, self._most_parts)
             if found is None:
                 return "", None
-            self._unfinished.taken(found.descriptor)
+            self._unfinished.taken(found.descriptor, found.name)
             return found.name, found.parts
         return "", received(self._router, self._most_bytes, self._most_parts)
 

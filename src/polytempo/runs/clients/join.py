@@ -205,7 +205,8 @@ class _ClientLoop:
                 raise
             self._trained, self._from = self._trained + 1, order.taken
         assert self._answer is not None
-        self._channel.send(self._answer)
+        if not self._channel.parted_s:  # else the server asks again, after the hello that comes first
+            self._channel.send(self._answer)
         if self._on_round is not None:
             self._on_round(order.round)
 
