@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,6 +15,7 @@ import polytempo as pt
 from laws.test_federated import CLIENTS, SEED, data, job
 from polytempo import federated as fed
 from polytempo.core import Strategy
+from polytempo.federated.arrivals import ClientArrival
 from polytempo.runs.clients.round_server import RoundServer
 from process.client_processes import part
 
@@ -67,6 +69,12 @@ def alone(client: int, rounds: int, strategy: Strategy | None = None, **more: An
     digest = trainer.fit().parameters_sha256
     assert digest is not None
     return digest
+
+
+def arrivals(run: Running) -> list[list[ClientArrival]]:
+    """The buffer of each round."""
+    found = [re.findall(r"client-(\d+)(?: \(age (\d+)\))?", text) for text in run.texts("clients/round")]
+    return [[ClientArrival(int(client), int(age or 0), 0.0) for client, age in each] for each in found]
 
 
 @pytest.fixture

@@ -28,18 +28,12 @@ from polytempo.training.federated import noise_record
 from polytempo.training.federated.noise_record import NoiseRecord
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.wire.channel import ChannelClient
-from process.client_runs import LONG_S, Running, dies
+from process.client_runs import LONG_S, Running, arrivals, dies
 
 pytestmark = pytest.mark.process
 __all__ = ["accountant", "dies"]
 
 SLOWER = job(model=wide, schedule=lambda optimizer, steps: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8))
-
-
-def arrivals(run: Running) -> list[list[ClientArrival]]:
-    """The buffer of each round."""
-    found = [re.findall(r"client-(\d+)(?: \(age (\d+)\))?", text) for text in run.texts("clients/round")]
-    return [[ClientArrival(int(client), int(age or 0), 0.0) for client, age in each] for each in found]
 
 
 def of_one_process(

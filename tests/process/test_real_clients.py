@@ -17,7 +17,7 @@ import warm
 from laws.test_federated import CLIENTS, SEED, data, job, model, normed, simulated, wide
 from polytempo import federated as fed
 from polytempo.aggregation import median
-from polytempo.compression import int8, qsgd, top_k
+from polytempo.compression import qsgd, top_k
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import Incompatible
 from process.client_runs import ANY, LONG_S, Running, dies
@@ -40,16 +40,10 @@ OTHER_MODELS = {"fed_coded(inner=fed_avg(": large, "fed_coded": wide, "fed_bn": 
     "strategy",
     [
         fed.fed_avg(3, 2, 4),
-        fed.fed_prox(3, 0.5, 2, 4),
-        fed.fed_nova(3, 2, 4),
-        fed.fed_adam(3, 1, 4),
         fed.fed_robust(fed.fed_avg_m(5, 1, 4), median),
-        fed.fed_coded(fed.fed_adam(3, 1, 4), int8(), qsgd(levels=127)),
         fed.fed_coded(fed.q_fed_avg(3, 2.0, 1, 4), top_k(0.1)),
         fed.fed_coded(fed.fed_avg(2, 1, None), top_k(1.0), top_k(1.0)),
-        fed.scaffold(3, 2, 4),
         fed.fed_coded(fed.scaffold(3, 2, 4), qsgd(levels=7)),
-        fed.fed_rep(3, 1, 4),
         fed.fed_bn(3, 1, None),
     ],
     ids=str,

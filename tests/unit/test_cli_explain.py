@@ -57,6 +57,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("diloco(4, codec=int8)", ["every 4 steps: int8(block=256), by reduce_scatter"]),
         ("top_k_sgd(0.01)", ["feedback(top_k(ratio=0.01)), by all_gather", "because wires of different ranks hold"]),
         ("top_k_sgd(0.01, route=reduce_scatter)", ["by reduce_scatter"]),
+        (
+            "fed_coded(codec=int8)",
+            ["down, a client: 38,728 bytes; 10 clients: 387 kB", "up, a client: 10,", "by int8(block=256); 10 clients"],
+        ),
+        ("fed_coded(codec=top_k(0.1, entropy=True))", ["up, a client: at most "]),
         ("one_bit_sgd", ["by reduce_scatter", "because codes cannot be added", "uncompressed, by a ring, 67.3 kB"]),
         ("bf16_sgd(route=reduce_scatter)", ["because the strategy asks for that route"]),
         ("threshold_sgd", ["sends at most ", "are agreements of codecs: lengths of wires, or scales"]),

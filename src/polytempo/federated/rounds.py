@@ -15,6 +15,8 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.strategy import InRounds, LocalTraining, any_optimizer
 
+CONTROL = "control/"
+"""The beginning of a control variate's name, before its parameter's."""
 Shares = Callable[[Tensor, LocalTraining], Tensor]
 _PLAIN = partial(SGD, lr=1.0)
 """θ ← θ - Δ."""

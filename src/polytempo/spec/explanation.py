@@ -20,6 +20,7 @@ from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
+from polytempo.spec.round_traffic import RoundTraffic, round_traffic
 from polytempo.spec.text.catalogue import strategy_from
 
 
@@ -88,6 +89,9 @@ class Explanation(NamedTuple):
     """Bytes that a worker keeps from step to step: residuals, anchors, late tensors."""
     stages: tuple[StageFacts, ...] = ()
     """Stages of a model that is cut: their layers, and the delay of their updates."""
+    round: RoundTraffic | None = None
+    """A round with clients on machines of their own, in place of the exchanges. None: there are no rounds, or the
+    strategy keeps tensors at clients, and `parameters` was no model."""
 
     @property
     def mean(self) -> Traffic:
@@ -131,6 +135,9 @@ def explain(
     the same parts count, as if all layers were in equal parts (of `hybrid`, as if none was divided); traffic between
     parts depends on the batch.
 
+    Rounds of clients (`fed_avg`) have `found.round`, the bytes to and from a client on a machine of its own; their
+    exchanges are of the workers that play the clients of `pt.run`.
+
     Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
     one's own that does not say its cost.
     """
@@ -155,6 +162,7 @@ def explain(
         found,
         memory,
         tuple(facts(schedule, stage) for stage in range(schedule.stages)) if isinstance(schedule, Schedule) else (),
+        round_traffic(strategy, parameters if isinstance(parameters, nn.Module) else bundle.tensors),
     )
 
 

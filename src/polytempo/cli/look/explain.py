@@ -33,6 +33,7 @@ from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import model_of
+from polytempo.spec.round_traffic import RoundTraffic
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 from polytempo.training.pipeline.pipeline_stage import schedule_of
@@ -159,6 +160,8 @@ def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
         model["between_stages"] = str(schedule_of(strategy).wires)
     if strategy.parted is not None:
         model["between_layers"] = str(_between_layers(strategy))
+    if found.round is not None:
+        model["round"] = found.round._asdict()
     costs = {"memory_bytes": found.memory_bytes, "mean": found.mean._asdict(), "exchanges": exchanges}
     return {"strategy": found.strategy, "workers": found.workers, **model, **costs}
 
@@ -178,6 +181,8 @@ def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
         yield Section("layers in parts", list(_parts(strategy)))
     if found.stages:
         yield Section(f"{len(found.stages)} stages", list(_stages(strategy, found)))
+    if found.round is not None:
+        yield Section("a round with clients on machines of their own", list(_round(strategy, found, found.round)))
     for of, title in _SLOTS.items():
         lines = [line for planned in found.exchanges if planned.of == of for line in _exchange(planned, found)]
         if not lines and strategy.server is None:
@@ -234,6 +239,18 @@ def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
     wires = schedule_of(strategy).wires
     encoded = "" if wires == AS_THEY_ARE else f", {wires}"
     yield f"activations and their gradients cross the cuts{encoded}; `polytempo cut JOB` says how many bytes"
+
+
+def _round(strategy: Strategy, found: Explanation, traffic: RoundTraffic) -> Iterator[str]:
+    """Bytes of `polytempo serve`, in contrast to those of workers that play the clients."""
+    rounds, most = strategy.rounds, "" if traffic.exact else "at most "
+    assert rounds is not None
+    ways = (("down", traffic.down_bytes, rounds.pull_codec), ("up", traffic.up_bytes, rounds.codec))
+    for way, num_bytes, codec in ways:
+        coded = "" if codec is None else f", by {codec.facts.name}"
+        all_of_them = f"{traffic.clients} clients: {most}{size(traffic.clients * num_bytes)}"
+        yield f"{way}, a client: {most}{num_bytes:,} bytes{coded}; {all_of_them}"
+    yield "below are the bytes of workers that play the clients of `polytempo train`"
 
 
 def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:

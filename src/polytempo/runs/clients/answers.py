@@ -7,9 +7,9 @@ import math
 from torch import Tensor
 
 from polytempo.core import EncodeContext
+from polytempo.federated.rounds import CONTROL
 from polytempo.runs.clients.client_messages import ClientMovement, problem_of, unpacked
 from polytempo.training.federated.client_movements import from_wire
-from polytempo.training.federated.client_states import CONTROL
 from polytempo.training.federated.remote_rounds import ClientAnswer, RoundTask
 
 

@@ -19,6 +19,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import InRounds
 from polytempo.federated.clients import Client
 from polytempo.federated.privacy import clip_
+from polytempo.federated.rounds import CONTROL
 from polytempo.runs.clients.client_memory import ClientMemory, LostClientState
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
@@ -44,7 +45,6 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.federated.client_movements import from_wire, to_wire
-from polytempo.training.federated.client_states import CONTROL
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND
 from polytempo.training.job.evaluate import Evaluation, tensors_of

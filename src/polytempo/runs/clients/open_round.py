@@ -45,6 +45,10 @@ class OpenRound:
     """Refused clients, and why."""
     old: set[int] = field(default_factory=set)
     """Clients that have sent a movement of another round in this one."""
+    sent_bytes: int = 0
+    """Tensors to clients."""
+    received_bytes: int = 0
+    """Tensors of answers that count."""
     too_old: int = 0
     """Movements of an age that does not count."""
 

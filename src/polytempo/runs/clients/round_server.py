@@ -234,6 +234,7 @@ class RoundServer:
         number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
         order = self._orders[number]
         sent = self._channel.sent(self._there[client].peer, RoundOrder(number, order.rates, order.content, taken))
+        opened.sent_bytes += len(order.content) if sent else 0
         if sent is None:
             self._lost(client)
         elif not sent:
@@ -349,6 +350,7 @@ class RoundServer:
             return
         del self._asked[client]
         opened.answers[client] = answer
+        opened.received_bytes += len(message.movement)
 
     def _out(self, client: int, opened: OpenRound, why: str) -> None:
         self._asked.pop(client, None)
@@ -366,6 +368,8 @@ class RoundServer:
         names = " ".join(name_of(each) + (f" (age {age})" if age else "") for each, age in ages.items())
         user_log().log_text("clients/round", f"round {opened.number}: {names}")
         values = {"clients/there": float(len(self._there)), "clients/refused": float(len(opened.out))}
+        values |= {"clients/sent_bytes": float(opened.sent_bytes)}
+        values |= {"clients/received_bytes": float(opened.received_bytes)}
         if self._buffering is not None:
             age = sum(ages.values()) / len(ages)
             values |= {"clients/age": age, "clients/too_old": float(opened.too_old)}

@@ -22,11 +22,10 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Scalar
 from polytempo.device import HOST
 from polytempo.federated.client_store import ClientStore
+from polytempo.federated.rounds import CONTROL
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
 from polytempo.training.job.evaluate import OwnTensors
 
-CONTROL = "control/"
-"""The beginning of a control variate's name, before its parameter's."""
 _PREFIX = "clients/"
 _SERVER = f"{_PREFIX}server/"
 _HOLDERS = f"{_PREFIX}holders"

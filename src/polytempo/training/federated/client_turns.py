@@ -17,13 +17,13 @@ from polytempo.core.bundle import by_kind
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.clients import Client, Clients, Cohorts, clients, held_out
 from polytempo.federated.privacy import add_noise_, clip_
-from polytempo.federated.rounds import by_samples
+from polytempo.federated.rounds import CONTROL, by_samples
 from polytempo.federated.sampling import Sampling
 from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_partition, parse_sampling
 from polytempo.training.federated.client_movements import coded, fair_weights, merged_
-from polytempo.training.federated.client_states import CONTROL, ClientStates
+from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.movement_words import WordSums
 from polytempo.training.federated.remote_rounds import RemotePlaces

@@ -11,10 +11,11 @@ from polytempo.core import EncodeContext, Port
 from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.federated.client_tests import spread
 from polytempo.federated.privacy import add_noise_, clip_
+from polytempo.federated.rounds import CONTROL
 from polytempo.federated.sampling import independent
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_movements import fair_weights, merged_, to_wire
-from polytempo.training.federated.client_states import CONTROL, ClientStates
+from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RemoteData, RoundTask
 from polytempo.training.job.evaluate import tensors_of
