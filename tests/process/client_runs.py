@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from polytempo.federated.arrivals import ClientArrival
 from polytempo.runs.clients.round_server import RoundServer
 from process.client_processes import part
 
+import_module("torch._dynamo")  # seconds here, instead of in the first round
 ANY = "127.0.0.1:0"
 LONG_S = 60.0
 

@@ -71,7 +71,7 @@ def test_a_row_has_the_bits_of_one_process_and_the_bytes_of_explain(
     monkeypatch.setattr(noise_record, "drawn_secret", lambda: SEED)
     strategy, model = made(row, codes, merge), normed if row.startswith("fed_bn") else wide
     of = job(model=model)
-    run = Running(tmp_path, strategy, of=of, steps=2)
+    run = Running(tmp_path, strategy, of=of, steps=2, rules=fed.RoundRules(there=CLIENTS, fewest=3))
     for client in range(CLIENTS):
         run.join(client)
     found, arrived = run.end().parameters_sha256, arrivals(run)
