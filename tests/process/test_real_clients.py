@@ -108,6 +108,7 @@ def test_a_server_that_died_goes_on_and_its_clients_come_back(strategy: Strategy
     "strategy",
     [
         fed.fed_buff(2, 2, lost=0.5),
+        fed.secure(fed.fed_avg(3)),
         pt.strategies.sync_sgd(),
     ],
     ids=str,

@@ -90,7 +90,7 @@ class Explanation(NamedTuple):
     stages: tuple[StageFacts, ...] = ()
     """Stages of a model that is cut: their layers, and the delay of their updates."""
     round: RoundTraffic | None = None
-    """A round with clients on machines of their own, in place of the exchanges. None: there are no rounds, or the
+    """A round with clients on machines of their own, in place of the exchanges. None: there are no such rounds, or the
     strategy keeps tensors at clients, and `parameters` was no model."""
 
     @property

@@ -47,13 +47,15 @@ class RoundTraffic(NamedTuple):
 
 
 def round_traffic(strategy: Strategy, parameters: nn.Module | Mapping[str, Tensor]) -> RoundTraffic | None:
-    """The bytes of a round of `strategy`; None where it has no rounds.
+    """The bytes of a round of `strategy`; None where it has no rounds, or none of real clients.
 
     `parameters`: a model, also on the meta device, or its trained tensors by name. A strategy that keeps some at the
     client needs the model: without it the answer is None, too.
     """
     rounds = strategy.rounds
-    if rounds is None or (rounds.local.keeps is not None and not isinstance(parameters, nn.Module)):
+    if rounds is None or rounds.secure is not None:
+        return None
+    if rounds.local.keeps is not None and not isinstance(parameters, nn.Module):
         return None
     if isinstance(parameters, nn.Module):
         whole = {**dict(parameters.named_parameters()), **dict(parameters.named_buffers())}
