@@ -57,6 +57,8 @@ def round_traffic(strategy: Strategy, parameters: nn.Module | Mapping[str, Tenso
         return None
     if rounds.local.keeps is not None and not isinstance(parameters, nn.Module):
         return None
+    whole: dict[str, Tensor]
+    trained: dict[str, Tensor]
     if isinstance(parameters, nn.Module):
         whole = {**dict(parameters.named_parameters()), **dict(parameters.named_buffers())}
         kept = rounds.local.kept(parameters)
