@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 
 ARGUMENTS = {"fed_buff": "cohort=3, concurrency=2", "scaffold": "cohort=3, server_lr=0.5"}
 AROUND = {"fed_coded", "fed_robust", "secure"}
-"""Strategies around a strategy: columns of the table, and one that real clients do not have."""
+"""Strategies around a strategy: columns of the table. Real clients have no `secure`."""
 ROWS = [f"{name}({ARGUMENTS.get(name, 'cohort=3')})" for name in strategies.__all__ if name not in AROUND]
 ROWS.append("private(fed_avg_m(cohort=3), clip=0.05, noise=0.0)")
 CODES = {"plain": (None, None), "up": (qsgd(levels=127), None), "both": (top_k(0.1), int8())}

@@ -109,7 +109,7 @@ def test_a_movement_that_is_too_old_is_counted_and_left_out(tmp_path: Path, monk
 def test_a_server_of_buffers_goes_on_with_the_clients_in_training(
     dies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies in round 2, with a movement that began in round 0: the client sends it to the next server."""
+    """The server dies in round 2, with a movement that began in round 0: the client sends it to the next server."""
     strategy = fed.fed_buff(2, 3, 1, 4, oldest=3)
     dies(2)
     first = Running(tmp_path, strategy, of=SLOWER, steps=5, checkpoint_every=1)
@@ -186,7 +186,7 @@ def test_private_rounds_of_real_clients_have_the_bits_of_simulated_ones(
 def test_a_private_round_that_a_server_lost(
     stay: bool, dies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies with its round 3, and round 2 is made again: with the same answers the same noise, or else other noise.
+    """The server dies with its round 3, and round 2 is made again: with the same answers the same noise, or else other noise.
 
     Clients have seen both models, so ε counts both.
     """

@@ -138,7 +138,7 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, code: str, tmp_path: Path) -> None:
-    """Its states and draws are of clients by number."""
+    """States and draws are of clients by number."""
     run = Running(tmp_path, strategy, clients=2, steps=1)
     for client in range(2):
         run.join(client)

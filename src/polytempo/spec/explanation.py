@@ -18,9 +18,9 @@ from polytempo.core.codec import DeltaCodec, PullCodec
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
+from polytempo.federated.round_traffic import RoundTraffic, round_traffic
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
-from polytempo.spec.round_traffic import RoundTraffic, round_traffic
 from polytempo.spec.text.catalogue import strategy_from
 
 
@@ -91,7 +91,7 @@ class Explanation(NamedTuple):
     """Stages of a model that is cut: their layers, and the delay of their updates."""
     round: RoundTraffic | None = None
     """A round with clients on machines of their own, in place of the exchanges. None: there are no such rounds, or the
-    strategy keeps tensors at clients, and `parameters` was no model."""
+    strategy keeps tensors at clients, and `parameters` is not a model."""
 
     @property
     def mean(self) -> Traffic:

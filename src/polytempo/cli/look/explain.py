@@ -20,6 +20,7 @@ from polytempo.cli.options.values import count
 from polytempo.cluster import Cluster
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
+from polytempo.federated.round_traffic import RoundTraffic
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
@@ -33,7 +34,6 @@ from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import model_of
-from polytempo.spec.round_traffic import RoundTraffic
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 from polytempo.training.pipeline.pipeline_stage import schedule_of
@@ -242,7 +242,7 @@ def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
 
 
 def _round(strategy: Strategy, found: Explanation, traffic: RoundTraffic) -> Iterator[str]:
-    """Bytes of `polytempo serve`, in contrast to those of workers that play the clients."""
+    """Bytes of `polytempo serve`; workers that play the clients have other bytes."""
     rounds, most = strategy.rounds, "" if traffic.exact else "at most "
     assert rounds is not None
     ways = (("down", traffic.down_bytes, rounds.pull_codec), ("up", traffic.up_bytes, rounds.codec))

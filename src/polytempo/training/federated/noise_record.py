@@ -30,7 +30,7 @@ class NoiseRecord:
     """The record of a run, in its folder, or in memory where it has none."""
 
     def __init__(self, folder: Place | None, clients: int, *, resume: bool) -> None:
-        """`clients`: those that may be drawn. `resume`: go on with the folder's record."""
+        """`clients`: all clients that may be drawn. `resume`: go on with the folder's record."""
         self._path = None if folder is None else folder / FILE
         self._clients, self._resume = clients, resume
         self._digests: dict[int, list[str]] = {}
@@ -41,7 +41,7 @@ class NoiseRecord:
     def secret(self, rounds: int) -> int:
         """The seed of draws and noise. Call it when the run holds its folder.
 
-        `rounds`: those that the run has behind it. `Incompatible` (PT2530) where a resumed run cannot go on with it.
+        `rounds`: the number of rounds that the run has made. `Incompatible` (PT2530) where a resumed run cannot go on with it.
         """
         if self._secret is None:
             lines = self._lines(rounds)
@@ -63,7 +63,7 @@ class NoiseRecord:
         return known.index(digest)
 
     def releases(self, rounds: int) -> Releases:
-        """Noisy sums before round `rounds`, and those of earlier processes."""
+        """Noisy sums before round `rounds`, and noisy sums of earlier processes."""
         self.secret(rounds)
         lost = [number for number in self._earlier if number >= rounds]
         seen = [*range(rounds), *lost]

@@ -59,7 +59,7 @@ class RoundTask(NamedTuple):
     problem: Callable[[ClientAnswer], str | None] = lambda answer: None
     """The reason to refuse an answer with finite tensors of the right shapes; None: it is right."""
     drawn: Sequence[int] | None = None
-    """The round's clients, as far as they are there. None: the server draws among those that are."""
+    """The round's clients, as far as they are there. None: the server draws among clients that are there."""
     training: Mapping[int, int] = {}
     """Clients in training when the run was saved, and the rounds that they began in."""
     earlier: Callable[[int], RoundTask] | None = None
@@ -106,7 +106,7 @@ class RemotePlaces(Dataset[Client]):
         return 1
 
     def releases(self, rounds: int) -> Releases:
-        """Noisy sums of the first `rounds` rounds, and of those that a server lost before it was resumed."""
+        """Noisy sums of the first `rounds` rounds, and of rounds that a server lost before it was resumed."""
         return self._noise.releases(rounds)
 
 

@@ -48,7 +48,7 @@ class RemoteTurns(SlicedGradients):
         self._samples = torch.zeros(remote.clients, dtype=torch.float64)
         """The samples of clients that have come."""
         self._training = self._taken.clone()
-        """The rounds in which clients began that train while the server goes on."""
+        """The round that each client in training began in."""
         buffering = self._rounds.local.buffering
         self._past = [
             {f"past/{i}/{name}": p.detach().clone() for name, p in trainable.items()}
@@ -108,7 +108,7 @@ class RemoteTurns(SlicedGradients):
         return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
 
     def _performed(self, step: int) -> list[ClientAnswer]:
-        """The answers of a round; what the server needs to go on with it is in the states of a checkpoint."""
+        """The answers of a round. Clients in training are in the states of a checkpoint afterwards."""
         task, privacy, local = self._task(step), self._rounds.privacy, self._rounds.local
         if privacy is not None:
             clients = len(self._taken)

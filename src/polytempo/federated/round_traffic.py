@@ -39,9 +39,9 @@ class RoundTraffic(NamedTuple):
     clients: int
     """Clients of a round; with `private` the expected number."""
     down_bytes: int
-    """To one client."""
+    """Bytes to one client."""
     up_bytes: int
-    """From one client."""
+    """Bytes from one client."""
     exact: bool
     """False where a code's bytes depend on the values: then these are the most."""
 
