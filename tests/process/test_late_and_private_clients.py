@@ -186,7 +186,7 @@ def test_private_rounds_of_real_clients_have_the_bits_of_simulated_ones(
 def test_a_private_round_that_a_server_lost(
     stay: bool, dies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server dies with its round 3, and round 2 is made again: with the same answers the same noise, or else other noise.
+    """The server dies with its round 3, and round 2 is made again: with other answers by other noise.
 
     Clients have seen both models, so ε counts both.
     """
