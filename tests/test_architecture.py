@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": {"core"},
     "diagnosis": {"core"},
     "chaos": {"core", "server"},
-    "federated": {"core", "data", "aggregation", "collectives", "compression"},
+    "federated": {"core", "data", "aggregation", "collectives"},
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "federated", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},

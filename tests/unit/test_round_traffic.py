@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo import federated as fed
-from polytempo.federated.round_traffic import file_bytes, round_traffic
+from polytempo.spec.explanation import file_bytes, round_traffic
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64]
 

@@ -20,7 +20,6 @@ from polytempo.cli.options.values import count
 from polytempo.cluster import Cluster
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
-from polytempo.federated.round_traffic import RoundTraffic
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
@@ -30,7 +29,7 @@ from polytempo.planner.search_space import PlannedRun
 from polytempo.runs.simulated.asked_device import here, on_asked_device, on_suited_device
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulation_checks import needs_values
-from polytempo.spec.explanation import Explanation, Planned, Traffic
+from polytempo.spec.explanation import Explanation, Planned, RoundTraffic, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import model_of
