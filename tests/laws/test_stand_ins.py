@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from laws.test_unsized_jobs import BATCH, InParts, X
+from polytempo.core.calls.refusals import Incompatible
 from polytempo.data.shard import DataShard
 from polytempo.data.streams.stream_pieces import RowsHeard
 from polytempo.worlds import ProcessWorld
@@ -55,14 +56,16 @@ def micro_batches(ranks: int) -> list[Micro]:
 
 
 def plain(
-    ranks: int, accumulate: int, gradient: Callable[[nn.Module, Sequence[Micro]], None], *, epochs: int = 1
+    ranks: int, accumulate: int, gradients: Sequence[Callable[[nn.Module, Sequence[Micro]], None]]
 ) -> list[float]:
-    net, micro = model(), epochs * micro_batches(ranks)
+    """`gradients`: of each epoch."""
+    net, micro = model(), micro_batches(ranks)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    for begin in range(0, len(micro), accumulate):
-        gradient(net, micro[begin : begin + accumulate])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+    for gradient in gradients:
+        for begin in range(0, len(micro), accumulate):
+            gradient(net, micro[begin : begin + accumulate])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
     return nn.utils.parameters_to_vector(net.parameters()).tolist()  # type: ignore[no-any-return]
 
 
@@ -132,16 +135,19 @@ LOCAL = "local_sgd(period=100)"
 STRATEGIES = ("sync_sgd()", "top_k_sgd(ratio=1.0)", "shared_memory()", LOCAL)
 CASES = [
     *(Case(each, number, way) for each in STRATEGIES for number in (1, 4) for way in ("one", "view", "two")),
-    Case(LOCAL, 4, "deferred"),
-    Case("sync_sgd()", 1, "one", (None, samples)),  # from here on all batches of the world weigh
-    *(Case(each, 4, way, (samples,)) for each in STRATEGIES for way in ("one", "view")),
+    *(Case(each, 4, "deferred") for each in STRATEGIES),
+    *(Case(each, 4, way, (samples,)) for each in STRATEGIES for way in ("one", "view", "deferred")),
+    *(Case(each, 4, way, (samples, None, samples)) for each in STRATEGIES for way in ("one", "deferred")),
 ]
 
 
 def expected(ranks: int, rank: int, case: Case) -> list[float]:
-    weighs = case.weights == (samples,)
-    gradient = own(rank, whole=weighs) if case.strategy == LOCAL else mean if weighs else mean_of_means
-    return plain(ranks, case.accumulate, gradient, epochs=len(case.weights))
+    def gradient(weight: object) -> Callable[[nn.Module, Sequence[Micro]], None]:
+        if case.strategy == LOCAL:
+            return own(rank, whole=weight is not None)
+        return mean_of_means if weight is None else mean
+
+    return plain(ranks, case.accumulate, [gradient(weight) for weight in case.weights])
 
 
 @pytest.mark.process
@@ -151,3 +157,22 @@ def test_a_steps_gradient_is_the_joined_samples(ranks: int) -> None:
     for rank, found in enumerate(parameters):
         for case, each in zip(CASES, found, strict=True):
             assert each == pytest.approx(expected(ranks, rank, case), abs=1e-12, rel=0), (rank, case)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("weights", [(samples, None), (None, samples)])
+def test_a_step_of_weighed_and_other_batches_is_refused(weights: tuple[Callable[[Any], int] | None, ...]) -> None:
+    def work(world: ProcessWorld) -> list[str]:
+        net = model()
+        handle = pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "sync_sgd()")
+        first, second = (iter(pt.shard(stream(), batch_size=BATCH, weight=weight)) for weight in weights)
+        net(next(first)[0])
+        x = next(second)[0]
+        with torch.no_grad():  # scores may
+            net(x)
+        with pytest.raises(Incompatible) as refused:
+            net(x)
+        handle.detach()
+        return [refused.value.code]
+
+    assert together(1, work) == [["PT1115"]]

@@ -76,6 +76,7 @@ class Backward:
         return arrived
 
     def _arrived(self, parameter: Tensor, index: int) -> None:
+        self._members.arrived = True
         if self.silent:
             if self._unsure and not self._mixed:
                 self._look_for_answers(parameter)

@@ -108,7 +108,8 @@ class Handle(LoggingHandle):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum.
 
-        Each batch of `pt.shard` counts by its own share, also where they are uneven; in a compiled model, and of
+        Each batch of `pt.shard` counts by its own share, also where they are uneven, and where several share a backward
+        pass (then terms of the loss beside the model's outputs count by the first one's); in a compiled model, and of
         gradients that are added to some that were exchanged, all count by the last batch's. With a weight of
         `pt.shard` their mean is exchanged, and not their sum.
         """

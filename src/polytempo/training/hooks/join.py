@@ -13,7 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.collectives import tree
 from polytempo.core import Port, Promise
 from polytempo.core.calls.refusals import refuse
-from polytempo.training.hooks.step_weights import GradientFactor, StepWeights, zero_output_gradients
+from polytempo.training.hooks.step_weights import (
+    GradientFactor,
+    StepWeights,
+    scale_output_gradients,
+    zero_output_gradients,
+)
 from polytempo.training.model.agree import share_of
 from polytempo.training.step.buffers import MemberWeight
 from polytempo.training.step.replica import Replica
@@ -39,6 +44,8 @@ class JoinMembership:
         """0 while gradients of a batch that stands in are computed; made at the first such batch of `pt.shard`."""
         self._waits = False
         """True if a batch with samples was given to the model since the last backward pass."""
+        self.arrived = False
+        """True once a gradient has arrived since the last forward pass."""
         self.joining = False
         self.exchanged = False
         """True if gradients of the present step have been exchanged."""
@@ -83,9 +90,21 @@ class JoinMembership:
     @property
     def share(self) -> float | None:
         """This rank's weight in the coming exchange: its batch's share, or, inside `join`, an active rank's part."""
-        if self.joining or self.weights is not None:
+        if self.joining or self._weighs:
             return self._agreed_share
         return self._world.shares.last if self._batch is None else self._batch.share
+
+    @property
+    def _weighs(self) -> bool:
+        """True if batches of the present step have weights of their own."""
+        return self.weights is not None and self.weights.num_batches > 0
+
+    @property
+    def _counts_by_shares(self) -> bool:
+        """True if gradients of the present step count by the shares of their batches."""
+        replica = self._replica
+        averages = Promise.WEIGHS in replica.strategy.gradients.promises and replica.exchanges_next()
+        return not self.joining and (self._sums_at_step or averages)
 
     def begin_batch(self, share: float | None) -> None:
         """The coming step is made of a batch with this share."""
@@ -102,19 +121,30 @@ class JoinMembership:
             self._replica.pace.has_batch()
         if not torch.is_grad_enabled():
             return
-        if self._world.shares.weighs:
-            self._weigh(self._world.shares.given(inputs, named))
-        elif self._data.size > 1:
-            self._take(module, self._world.shares.of(inputs, named))
-
-    def _take(self, module: nn.Module, found: Batch | None) -> None:
-        """The coming forward pass is of the batch `found`, or of the one before it, or of the last that was yielded."""
-        before, self._recognised = self._batch, self._recognised or found is not None
+        if self._data.size == 1 and not self._world.shares.weighs:
+            self._batch = self._world.shares.newest or self._batch
+            return
+        found = self._world.shares.of(inputs, named)
+        self._recognised = self._recognised or found is not None
         given = found or (self._given if self._recognised else self._world.shares.newest) or self._given
         self._given = given
+        if given is not None and given.weight is not None:
+            self._weigh(module, given)
+        else:
+            self._take(module, given)
+
+    def _take(self, module: nn.Module, given: Batch | None) -> None:
+        """The coming forward pass is of the batch `given`."""
+        if self._weighs:
+            refuse({"own loop", "uneven batches", "weight"})
+        before = self._batch
         share = self._world.shares.last if given is None else given.share
         self._note(share)
-        self._count(module, given)
+        waits = self._count(module, given)
+        if waits and share and before is not None and before.share and self._counts_by_shares:
+            scale_output_gradients(module, share / before.share)  # one backward pass counts by its first batch
+            self._replica.weigh_layers(before.share)
+            return
         if share != 0 or before is None or self.exchanged or self.joining:  # else earlier gradients keep their share
             self._batch = given
         if not self.joining:
@@ -122,8 +152,9 @@ class JoinMembership:
             if before is not None and self._batch is not None:
                 self._reweigh(before.share, self._batch.share)
 
-    def _count(self, module: nn.Module, batch: Batch | None) -> None:
-        """Let gradients of a forward pass be 0 if its `batch` of `pt.shard` stands in for samples.
+    def _count(self, module: nn.Module, batch: Batch | None) -> bool:
+        """Let gradients of a forward pass be 0 if its `batch` of `pt.shard` stands in for samples. Returns True if
+        another pass waits for the backward pass.
 
         They are 0 at its output, and at the parameters unless another pass waits for the backward pass. A job's step
         zeroes its own.
@@ -131,16 +162,18 @@ class JoinMembership:
         Layers that ranks divide have all ranks' gradients, which shares weigh already.
         """
         stands_in = batch is not None and batch.share == 0 and bool(batch.ranks)
-        if stands_in and self._counts is None:
+        if (stands_in or self._sums_at_step) and self._counts is None:
             trained, own = self._replica.trainable, self._replica.own
             self._counts = GradientFactor(each for name, each in trained.items() if name not in own)
-        if self._counts is not None and self._counts.used:
-            self._counts.used = self._waits = False
-        self._waits = self._waits or not stands_in
+        if self.arrived or (self._counts is not None and self._counts.used):
+            self._count_all()
+            self._waits = False
+        waits, self._waits = self._waits, self._waits or not stands_in
         if self._counts is not None:
             self._counts.value = float(self._waits)
         if stands_in:
             zero_output_gradients(module)
+        return waits
 
     @property
     def hooks(self) -> list[RemovableHandle]:
@@ -154,22 +187,24 @@ class JoinMembership:
         weighed: list[nn.Parameter] = []
         if self._sums_at_step:
             weighed += self._replica.trainable.values()
-        elif self.accumulates and Promise.WEIGHS in self._replica.strategy.gradients.promises:
+        elif self.accumulates and self._counts_by_shares:
             weighed += [p for bucket in self._replica.buckets for p in bucket.parameters.values()]
         if before and after and before != after:
             for parameter in weighed:
                 if parameter.grad is not None:
                     parameter.grad.mul_(before / after)
 
-    def _weigh(self, batch: Batch | None) -> None:
-        self._count_all()  # a batch that stands in weighs 0
+    def _weigh(self, module: nn.Module | None, batch: Batch) -> None:
+        """The coming forward pass, or a compiled model's last one (None), is of `batch`, which has a weight."""
         if self.joining:
             refuse({"own loop", "join", "weight"})
         if self._replica.computes_together:
             refuse({"own loop", "divided layers", "weight"})
+        if self._batch is not None:
+            refuse({"own loop", "uneven batches", "weight"})
         if self.weights is None:
             self.weights = StepWeights(self._replica.trainable.values())
-        if batch is not None and self.weights.take(batch):
+        if self.weights.take(batch, module):
             self._agreed_share = None
 
     def end_step(self) -> None:
@@ -182,16 +217,19 @@ class JoinMembership:
         self._count_all()
 
     def _count_all(self) -> None:
+        self.arrived = False
         if self._counts is not None:
             self._counts.value, self._counts.used = 1.0, False
 
     def agree_on_share(self) -> None:
         """Agree on the ranks' parts of the coming exchange, where they are not known: by the weights of their batches,
         or, inside `join`, equal ones of the active ranks."""
-        weights, replica = self.weights, self._replica
-        if weights is not None and self._agreed_share is None and (self._sums_at_step or replica.exchanges_next()):
-            own = weights.total if weights.num_batches else 1.0
-            self._agreed_share = self._world.drive(share_of(self._data, own))
+        newest = self._world.shares.newest
+        if self._given is None and newest is not None and newest.weight is not None:  # a compiled model's
+            self._weigh(None, newest)
+        weights, meets = self.weights, self._sums_at_step or self._replica.exchanges_next()
+        if weights is not None and self._weighs and self._agreed_share is None and meets:
+            self._agreed_share = self._world.drive(share_of(self._data, weights.total))
         if self.joining and not self._left:
             self._share_among_active(1.0)
 

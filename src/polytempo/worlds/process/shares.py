@@ -68,6 +68,8 @@ class Pass:
         self.share: float | None = None
         """The share of the last batch."""
         self.ended = False
+        self.weighs = False
+        """True if its batches have weights of their own."""
         self._batches: deque[Batch] = deque(maxlen=_MOST_AHEAD)
         self._used = 0
         """Remembered batches, from the oldest on, that a forward pass has seen."""
@@ -80,7 +82,7 @@ class Pass:
         tensors = list(tensors_in(batch))
         shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
         self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes, self.ranks, weight))
-        self.share = share
+        self.share, self.weighs = share, weight is not None
 
     @property
     def last(self) -> Batch | None:
@@ -125,8 +127,11 @@ class Shares:
         """The newest first."""
         self.last: float | None = None
         """The share of the last batch; None: equal parts."""
-        self.weighs = False
-        """True once a batch had a weight of its own; on all ranks alike."""
+
+    @property
+    def weighs(self) -> bool:
+        """True while a pass with weights of batches is remembered; on all ranks alike."""
+        return any(each.weighs for each in self._passes)
 
     def begin(self, ranks: tuple[int, ...] = ()) -> Pass:
         """A new pass over a data set, dealt to `ranks`: the batches of ended passes are forgotten."""
@@ -137,7 +142,6 @@ class Shares:
     def give(self, going: Pass, batch: Any, share: float | None, weight: float | None = None) -> None:
         """Remember a batch that this pass is going to yield."""
         going.give(batch, share, weight)
-        self.weighs = self.weighs or weight is not None
         self.last = share
 
     def end(self, over: Pass) -> None:
