@@ -282,6 +282,7 @@ def test_init_writes_a_job_of_pictures(tmp_path: Path, capsys: pytest.CaptureFix
         (["t.csv", "--out", "job.yaml"], "--out job.yaml: must end with .toml or .py"),
         ([], "name the data: polytempo init DATA"),
         (["s3://bucket/t.csv"], "at a URL there may be files of Parquet or JSON lines"),
+        (["bare.csv"], "bare.csv: its first row has 0.5; write a row with the names"),
         (["t.csv", "--kind", "number"], "--kind number: column kind of t.csv has cells that are not numbers"),
         (["t.csv", "--model", "torchvision:resnet18"], "its models take pictures; name a folder of them, not t.csv"),
         (["t.csv", "--model", "perceptron(inputs=9, outputs=2)"], "model(input) raised RuntimeError"),
@@ -305,6 +306,7 @@ def test_mistakes_of_init_are_named(
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text(TABLE)
     Path("t.jsonl").write_text('{"a": "x", "b": 1}\n')
+    Path("bare.csv").write_text("0.5,a\n0.75,b\n" * 20)
     _, error = asked(capsys, "init", *arguments, code=1 if "raised" in complaint else 2)
     assert complaint in error
     assert not [*Path().glob("job.*")]

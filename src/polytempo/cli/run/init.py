@@ -113,6 +113,8 @@ def _answered(asked: InitOptions) -> InitOptions:
 
 def _table(asked: InitOptions, files: Path) -> DataFacts:
     names, rows = read_table(files)
+    if number := next((name for name in names if "." in name and finite_number(name) is not None), None):
+        raise ValueError(f"{files}: its first row has {number}; write a row with the names of the columns above it")
     target = _target(asked, names)
     cells = [row[names.index(target)] for row in rows]
     different = sorted(set(cells))
