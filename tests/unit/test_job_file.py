@@ -140,6 +140,11 @@ def test_a_loss_may_be_a_class_and_metrics_have_names(file: Path) -> None:
     assert isinstance(job.loss, nn.CrossEntropyLoss)
     assert job.loss.label_smoothing == 0.1
     assert job.metrics == {"mean": torch.mean}
+    file.write_text('weight = "builtins:len"\npredictions = { call = "torch:add", alpha = 2 }\n' + JOB)
+    job = jobs.find(str(file))
+    assert job.weight is len
+    assert job.predictions is not None
+    assert job.predictions(torch.ones(1), torch.ones(1)) == 3
 
 
 def test_data_of_the_command_line_goes_before_the_files_own(file: Path, tmp_path: Path) -> None:

@@ -44,8 +44,10 @@ HOMES = {
     "optimizer": "torch.optim",
     "schedule": "polytempo.spec.rates.schedules",
     "correct": "polytempo.spec.job",
+    "predictions": "",
+    "weight": "",
 }
-"""The module of plain names, for each part of a job."""
+"""The module of plain names, for each part of a job; "": a part has none."""
 NEEDED = ("model", "data", "loss", "optimizer")
 NUMBERS = {"name": str, "lr": float, "batch_size": int, "epochs": float}
 RUN = "run"
@@ -97,8 +99,9 @@ def job_from_file(path: Path) -> Job:
         "loss": parts.loss(entries["loss"]),
         "optimizer": _with_rate(parts.function("optimizer", entries["optimizer"])),
     }
-    if "correct" in entries:
-        made["correct"] = parts.function("correct", entries["correct"])
+    for key in ("correct", "predictions", "weight"):
+        if key in entries:
+            made[key] = parts.function(key, entries[key])
     if "schedule" in entries:
         made["schedule"] = parts.schedule(entries["schedule"])
     if "metrics" in entries:
