@@ -134,7 +134,7 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "code"),
-    [(fed.scaffold(2, 1, 4), "PT2531"), (fed.private(fed.fed_avg(2), noise=0.0), "PT2530")],
+    [(fed.scaffold(2, 1, 4), "PT2534"), (fed.private(fed.fed_avg(2), noise=0.0), "PT2533")],
     ids=str,
 )
 def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, code: str, tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ def test_a_new_run_in_the_folder_has_a_new_secret(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_record_or_with_others_clients_does_not_go_on(tmp_path: Path) -> None:
-    with pytest.raises(Incompatible, match=r"PT2530.*there is none"):
+    with pytest.raises(Incompatible, match=r"PT2533.*there is none"):
         NoiseRecord(tmp_path, 6, resume=True).secret(3)
     NoiseRecord(tmp_path, 6, resume=True).secret(0)
-    with pytest.raises(Incompatible, match=r"PT2530.*of 6 clients, and the run has 7"):
+    with pytest.raises(Incompatible, match=r"PT2533.*of 6 clients, and the run has 7"):
         NoiseRecord(tmp_path, 7, resume=True).secret(0)
     (tmp_path / FILE).write_text("junk\n")
     with pytest.raises(ValueError, match="not a record of noise"):

@@ -90,7 +90,7 @@ def serve(
     movements.
 
     Errors: `Incompatible` (PT2516) for strategies without rounds, or that need simulated clients; PT2517 for keys that
-    cannot be read; PT2518 where too few clients come or answer; PT2530 where a private run cannot go on with its noise.
+    cannot be read; PT2518 where too few clients come or answer; PT2533 where a private run cannot go on with its noise.
 
     Source: K. Bonawitz et al., "Towards federated learning at scale: System design", 2019, for rounds with selection
     and a deadline. Deviation: clients hold their connection between rounds.

@@ -41,7 +41,7 @@ class NoiseRecord:
     def secret(self, rounds: int) -> int:
         """The seed of draws and noise. Call it when the run holds its folder.
 
-        `rounds`: the rounds that the run has made. `Incompatible` (PT2530) where a resumed run cannot go on with it.
+        `rounds`: the rounds that the run has made. `Incompatible` (PT2533) where a resumed run cannot go on with it.
         """
         if self._secret is None:
             lines = self._lines(rounds)
