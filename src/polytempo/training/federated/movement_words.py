@@ -25,7 +25,7 @@ def words_of(movement: Sequence[Tensor], share: float, clients: int, rounds: InR
     """
     assert rounds.secure is not None
     point = point_of(rounds.secure)
-    flat = torch.cat([(each.detach() * share).to("cpu", torch.float64).flatten() for each in movement])
+    flat = torch.cat([(each.detach() * share).to("cpu").double().flatten() for each in movement])
     if rounds.privacy is not None:
         unit = 2.0**point.fraction
         flat = flat.mul_(unit).trunc_().div_(unit)
@@ -36,7 +36,7 @@ def movement_of(words: Words, secure: SecureSum, like: Sequence[Tensor]) -> list
     """The sum of movements in a sum of their words, shaped as `like`."""
     flat = torch.from_numpy(point_of(secure).decode(words))
     pieces = flat.split([each.numel() for each in like])
-    return [piece.view(each.shape).to(each) for piece, each in zip(pieces, like, strict=True)]
+    return [piece.view(each.shape).to(each.dtype).to(each.device) for piece, each in zip(pieces, like, strict=True)]
 
 
 def point_of(secure: SecureSum) -> FixedPoint:
