@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,16 @@ def test_whole_numbers_and_grids_of_outputs_have_a_table(tmp_path: Path) -> None
     )
     write_outputs(torch.tensor([0.1, float("nan")]), tmp_path / "one.csv")
     assert (tmp_path / "one.csv").read_text() == "sample,output_0\n0,0.100000001\n1,nan\n"
+
+
+@pytest.mark.parametrize("classes", [3, {"a"}, {"a": 0}, "a", ["a", "b"], [1]])
+def test_other_classes_of_a_data_set_name_no_columns(classes: Any, tmp_path: Path) -> None:
+    samples = SimpleNamespace(classes=classes, units="kg")
+    write_outputs(torch.tensor([2.0]), tmp_path / "one.csv", samples)
+    assert (tmp_path / "one.csv").read_text() == "sample,output_0\n0,2\n"
+    samples.classes = ["a, b"]
+    write_outputs(torch.tensor([2.0]), tmp_path / "one.csv", samples)
+    assert (tmp_path / "one.csv").read_text() == 'sample,"a, b"\n0,2\n'
 
 
 class Tied(nn.Module):

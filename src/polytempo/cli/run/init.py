@@ -221,6 +221,8 @@ def _model(asked: InitOptions, facts: DataFacts) -> PartCall:
     if library == "timm":
         given = {"model_name": name, **asked.model.arguments, "num_classes": facts.outputs}
         return PartCall("timm:create_model", given)
+    if asked.model.arguments:
+        raise ValueError(f"--model {asked.model.text}: give a name or a folder alone; its configuration has the rest")
     return PartCall("from_transformers", {"name": name, "outputs": facts.outputs})
 
 

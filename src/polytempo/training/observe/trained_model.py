@@ -16,7 +16,7 @@ from copy import deepcopy
 from io import BytesIO, StringIO
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import safetensors.torch
@@ -169,15 +169,20 @@ def write_outputs(outputs: Tensor, file: Place, samples: object = None) -> None:
         return
     rows = outputs.flatten(1) if outputs.dim() > 1 else outputs[:, None]
     rows, form = (rows.double(), ".9g") if rows.is_floating_point() else (rows.long(), "d")
-    names: Sequence[str] = getattr(samples, "outputs", getattr(samples, "classes", ()))
-    if len(names) != rows.shape[1]:
+    names: Any = getattr(samples, "outputs", getattr(samples, "classes", ()))
+    if not _are(names, str, rows.shape[1]):
         names = [f"output_{number}" for number in range(rows.shape[1])]
-    elif units := getattr(samples, "units", None):
+    elif _are(units := getattr(samples, "units", None), float, 2):
         rows = rows * units[1] + units[0]
     table = csv.writer(text := StringIO(newline=""), lineterminator="\n")
     table.writerow(["sample", *names])
     table.writerows([number, *(format(value, form) for value in row)] for number, row in enumerate(rows.tolist()))
     files.replace(file, text.getvalue())
+
+
+def _are(given: Any, kind: type, number: int) -> TypeGuard[Sequence[Any]]:
+    """True for a list or tuple of so many of a kind. A data set of a user may have other values by that name."""
+    return isinstance(given, list | tuple) and len(given) == number and all(isinstance(each, kind) for each in given)
 
 
 # ---------------------------------------------------------------------- files for other programs
