@@ -33,6 +33,7 @@ STRATEGIES = {
     "fed_buff(2, concurrency=3, batch_size=4)": CLIENTS,
     "fed_robust(fed_avg(3, batch_size=4))": CLIENTS,
     "fed_coded(fed_avg(3, batch_size=4), int8())": CLIENTS,
+    "secure(fed_avg(3, batch_size=4))": CLIENTS,
     "private(fed_avg(3, batch_size=4), clip=0.2, noise=0.5)": "iid(6)",
 }
 
