@@ -2,7 +2,7 @@
 
 The script is not part of this project. It has to understand
 
-    SCRIPT up -n HOSTS -r MBIT      SCRIPT exec HOST COMMAND …      SCRIPT down
+    SCRIPT up -n HOSTS -r MBIT -d DELAY_MS      SCRIPT exec HOST COMMAND …      SCRIPT down
 
 and to tell a command on host i its NODE_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
 """
@@ -30,9 +30,9 @@ class LabFailed(RuntimeError):
 
 
 @contextmanager
-def lab(script: Path, hosts: int, mbit_per_s: int) -> Generator[None]:
-    """So many hosts, each with a link of that rate in either direction. They are gone afterwards."""
-    _call(script, "up", "-n", str(hosts), "-r", str(mbit_per_s))
+def lab(script: Path, hosts: int, mbit_per_s: int, delay_ms: int = 0) -> Generator[None]:
+    """So many hosts, each with a link of that rate in either direction, that far apart. They are gone afterwards."""
+    _call(script, "up", "-n", str(hosts), "-r", str(mbit_per_s), "-d", str(delay_ms))
     try:
         yield
     finally:
