@@ -200,7 +200,7 @@ class Training:
 
     @torch.no_grad()
     def score(self) -> float:
-        """That of the mean of the ranks' models on all test samples; each rank scores its part of them."""
+        """Score the mean of the ranks' models on all test samples; each rank scores its part of them."""
         model, world, task = self._plain, self._world, self._task
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         if self._handle is not None and not self._handle.replica.strategy.synchronized:
@@ -215,7 +215,7 @@ class Training:
 
 
 class Reached(NamedTuple):
-    """The time at which a contender had the score; None if it had not. `seconds` count steps alone."""
+    """Steps and seconds until a contender had the score; None if it had not. `seconds` count steps alone."""
 
     steps: int | None
     seconds: float

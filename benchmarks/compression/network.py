@@ -215,7 +215,7 @@ def speed_table(rows: Sequence[dict[str, Any]], steps: dict[str, int | None]) ->
 
 
 def steps_of(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """Steps to the goal by contender; by the recipe, the fewest after which every seed's training had reached it."""
+    """Steps to the goal by contender; by the recipe, the fewest that were enough for every seed."""
     found: dict[str, int | None] = {}
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
