@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 
 from object_store import bucket
 from polytempo.core.system import files
@@ -42,9 +43,11 @@ def test_a_url_does_not_lead_out_of_its_folder() -> None:
         place("memory://run/checkpoint") / "../../other"
 
 
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(ValueError, match=r"s3://bucket/x: no filesystem is known for s3:// \(Install s3fs"):
-        place("s3://bucket/x").exists()
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"class": "absent_package.Files", "err": "Install absent_package"}
+    monkeypatch.setitem(known_implementations, "absent", absent)
+    with pytest.raises(ValueError, match=r"absent://x: no filesystem is known for absent:// \(Install absent_package"):
+        place("absent://x").exists()
     with pytest.raises(ValueError, match="nowhere://x: no filesystem is known for nowhere://"):
         place("nowhere://x").exists()
 
