@@ -148,7 +148,7 @@ def test_momentum_is_applied_once(size: int) -> None:
     Replica(net, optimizer, strategies.dgc(momentum=0.0), size)
     Replica(net, optimizer, strategies.top_k_sgd(), size)
     Replica(net, torch.optim.RMSprop(net.parameters()), strategies.dgc(), size)
-    with pytest.raises(ValueError, match=r"^dgc\(ratio=0\.001, momentum=0\.9, .* applies momentum 0\.9 itself"):
+    with pytest.raises(ValueError, match=r"^PT1001: dgc\(ratio=0\.001, momentum=0\.9, .* applies momentum 0\.9 itself"):
         simulate(find("digits"), strategies.dgc(), size, batch_size=32, steps=1, threads=1)
 
 
