@@ -41,6 +41,20 @@ def plain_steps(strategy: Strategy, optimizer: Optimizer) -> Strategy:
     return strategy
 
 
+def unserved(strategy: Strategy) -> str | None:
+    """The need of a strategy that clients on machines of their own do not meet; None: they meet all."""
+    rounds = strategy.rounds
+    if rounds is None:
+        return "it has no rounds"
+    if strategy.sample_privacy is not None:
+        return "a server that asks for a round twice would learn more of samples than it counts"
+    if rounds.local.buffering is not None and rounds.local.buffering.lost:
+        return "lost= loses movements of simulated clients; leave it out"
+    if rounds.secure is not None:
+        return "its masks are for simulated clients so far"
+    return None
+
+
 def rounds_of(inner: Strategy, who: str) -> InRounds:
     """The rounds of a strategy for `who` to change. ValueError for a strategy without clients."""
     if inner.rounds is None:

@@ -19,7 +19,7 @@ from polytempo.core.codec import DeltaCodec, PullCodec
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
-from polytempo.federated.rounds import CONTROL
+from polytempo.federated.rounds import CONTROL, unserved
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
 from polytempo.spec.text.catalogue import strategy_from
@@ -292,7 +292,7 @@ def round_traffic(strategy: Strategy, parameters: nn.Module | Mapping[str, Tenso
     client needs the model: without it the answer is None, too.
     """
     rounds = strategy.rounds
-    if rounds is None or rounds.secure is not None:
+    if rounds is None or unserved(strategy) is not None:
         return None
     if rounds.local.keeps is not None and not isinstance(parameters, nn.Module):
         return None

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.federated.real_clients import RoundRules
+from polytempo.federated.rounds import unserved
 from polytempo.report.status.progress import Progress
 from polytempo.runs.clients.client_messages import ClientWelcome
 from polytempo.runs.clients.round_server import RoundServer
@@ -79,22 +80,15 @@ def serve(
 
 def _check_strategy(strategy: Strategy, rules: RoundRules, clients: int) -> None:
     """PT2516 for rounds that need more from clients than movements; ValueError for rules that cannot be followed."""
-    rounds, reason = strategy.rounds, None
     named = False
     with suppress(ValueError):
         named = str(parse_strategy(str(strategy))) == str(strategy)
-    if rounds is None:
-        reason = "it has no rounds"
-    elif strategy.sample_privacy is not None:
-        reason = "a server that asks for a round twice would learn more of samples than it counts"
-    elif rounds.local.buffering is not None and rounds.local.buffering.lost:
-        reason = "lost= loses movements of simulated clients; leave it out"
-    elif rounds.secure is not None:
-        reason = "its masks are for simulated clients so far"
-    elif not named:
+    reason = unserved(strategy)
+    if reason is None and not named:
         reason = "its text does not make it again, so no client could follow it"
     if reason is not None:
         refuse({"real clients", "other rounds"}, strategy=strategy, reason=reason)
+    rounds = strategy.rounds
     assert rounds is not None
     if rounds.merge is not None:
         rounds.merge([torch.zeros(2) for _ in range(rules.least(rounds.number))])
