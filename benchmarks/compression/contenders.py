@@ -87,6 +87,7 @@ OURS = (
     Contender("diloco(period=16, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("streaming_diloco(period=16, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("streaming_diloco(period=16, delay=7, codec=feedback(one_bit))", period=16, peak=0.15),
+    Contender("streaming_diloco(period=8, delay=3, codec=feedback(one_bit))", period=8, peak=0.15),
     Contender("sparse_loco(period=16)", period=16, peak=0.15),
 )
 """`dgc` keeps the momentum itself."""
