@@ -187,6 +187,18 @@ def test_nothing_is_dealt_behind_a_snapshot_before_every_shard_knows_of_it() -> 
     assert free(2, 20, 2).scheduler.save() == 0
 
 
+def test_a_worker_that_awaits_a_snapshot_alone_does_not_rest() -> None:
+    """Else a rule makes the others' next step without it. In a resumed run places count as uneven."""
+    scheduler = BatchScheduler(2, 20, "evenly", 2)
+    scheduler.load(even(2, 20, 2).scheduler.dump())
+    crowd = Crowd(scheduler, (0, 1, 5))  # 5 is a spare worker
+    assert [crowd.ask(5), crowd.scheduler.save(), crowd.ask(0), crowd.ask(1)] == [None, 2, "train 0", "train 1"]
+    assert [crowd.ask(0, 1), crowd.scheduler.resting] == [None, (5,)], "worker 0 gets its next ticket soon"
+    crowd.scheduler.saved()
+    crowd.hear()
+    assert (crowd.told[-1], crowd.scheduler.resting) == ((0, "train 2"), (5,))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -88,7 +88,7 @@ def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: in
     """Hardsync in small: pushes are answered once every member that does not rest has one waiting."""
     rng = random.Random(seed)
     crowd = Crowd(BatchScheduler(workers * steps, workers * steps * 2, "evenly", workers), range(workers))
-    pushed: set[int] = set()
+    pushed, saving = set[int](), False
     for _ in range(1000):
         if crowd.scheduler.finished:
             break
@@ -96,12 +96,21 @@ def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: in
             lost = rng.choice(sorted(crowd.held))
             crowd.lose(lost)
             pushed.discard(lost)
+        if rng.random() < 0.1:
+            crowd.scheduler.save()
+            saving = True
         if pushed and pushed >= crowd.held.keys() - set(crowd.scheduler.resting):
             for worker in sorted(pushed):
                 crowd.ask(worker, len(crowd.held[worker]))
             pushed = set()
             continue
-        worker = rng.choice(sorted(crowd.held.keys() - crowd.waiting - pushed))  # an empty choice is a deadlock
+        can_act = sorted(crowd.held.keys() - crowd.waiting - pushed)
+        if saving and (rng.random() < 0.3 or not can_act):  # every shard knows of a snapshot at some time
+            saving = False
+            crowd.scheduler.saved()
+            crowd.hear()
+            continue
+        worker = rng.choice(can_act)  # an empty choice is a deadlock
         if crowd.held[worker]:
             pushed.add(worker)
         else:

@@ -118,6 +118,7 @@ class BatchScheduler:
         self._step = workers if deals == "evenly" else 1
         self._barrier: int | None = None  # no ticket from this one on is dealt for now
         self._save_at: int | None = None  # nor from this one on, before every shard knows of the snapshot there
+        self._resting = frozenset[int]()  # the resting workers when that snapshot was ordered
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -218,6 +219,7 @@ class BatchScheduler:
         """
         if self.deals == "freely" or self.finished:
             return 0
+        self._resting = frozenset(self.resting)
         self._save_at = min(self._whole_steps + self._step, self.num_tickets)
         return self._save_at
 
@@ -296,12 +298,14 @@ class BatchScheduler:
         return Ticket(number, *divmod(number, self.batches_per_epoch), again=again)
 
     @property
+    def _end(self) -> int:
+        """The first ticket that is not dealt in this run, or before the end of a pause."""
+        return self.num_tickets if self._barrier is None else min(self.num_tickets, self._barrier)
+
+    @property
     def _limit(self) -> int:
         """The first ticket that may not be dealt yet."""
-        limit = self.num_tickets
-        if self._barrier is not None:
-            limit = min(limit, self._barrier)
-        return limit if self._save_at is None else min(limit, self._save_at)
+        return self._end if self._save_at is None else min(self._end, self._save_at)
 
     @property
     def _is_warm(self) -> bool:
@@ -356,11 +360,12 @@ class BatchScheduler:
         """Workers that rules must not wait for: they get no ticket unless another is lost. See the module's text.
 
         Empty where tickets are dealt evenly and no worker was lost, and where they are dealt freely without `rests`.
+        A worker that awaits only the order to save has work: a step of the others without it would be another step.
         """
         can_rest = self._uneven if self.deals == "evenly" else self.rests
-        if not can_rest or self._done.covers(0, self._limit - 1):
+        if not can_rest or self._done.covers(0, self._end - 1):
             return ()
-        return tuple(sorted(self._waiting))
+        return tuple(sorted(self._waiting if self._save_at is None else self._waiting & self._resting))
 
     def holders(self) -> dict[int, int]:
         """Ticket -> the worker that holds it."""
