@@ -191,6 +191,12 @@ SERVED = [
         alone="async_diloco",
         pushes_every=4,
     ),
+    Row(
+        "async_diloco",
+        lambda: s.async_diloco(4, 0.9, 0.3, momentum_every=2),
+        alone="async_diloco",
+        pushes_every=4,
+    ),
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
     Row("async_sgd", lambda: s.async_sgd(scale=power(2))),

@@ -318,18 +318,23 @@ def downpour_alone(every: int, setting: Setting, dealt: Dealt) -> float:
     return server.item()
 
 
-def async_diloco_alone(period: int, lr: float, momentum: float, setting: Setting, dealt: Dealt) -> float:
+def async_diloco_alone(
+    period: int, lr: float, momentum: float, setting: Setting, dealt: Dealt, momentum_every: int = 1
+) -> float:
     """One worker with the job's optimizer; Nesterov's step by its movement in `period` steps, and by the rest."""
     weight, center, velocity = nn.Parameter(torch.ones(1, dtype=torch.float64)), 1.0, 0.0
+    movements: list[float] = []
     optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
     for step, ticket in enumerate(dealt.tickets, start=1):
         optimizer.param_groups[0]["lr"] = dealt.rate(ticket)
         weight.grad = torch.tensor([dealt.gradient(ticket)], dtype=torch.float64)
         optimizer.step()
         if step % period == 0 or ticket == dealt.tickets[-1]:
-            moved = center - weight.item()
-            velocity = momentum * velocity + moved
-            center -= lr * (moved + momentum * velocity)
+            movements.append(center - weight.item())
+            center -= lr * movements[-1]
+            if len(movements) % momentum_every == 0:
+                velocity = momentum * velocity + sum(movements[-momentum_every:])
+                center -= lr * momentum * velocity
             weight.data.fill_(center)
     return center
 

@@ -365,14 +365,23 @@ def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> 
     net, server = model(setting.dtype), model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     lr, momentum = (float(each) for each in re.findall(r"outer_(?:lr|momentum)=([\d.]+)", name))
-    outer = torch.optim.SGD(server.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0, foreach=False)
+    late = [int(each) for each in re.findall(r"momentum_every=([2-9])", name)]
+    plain = {} if late else {"momentum": momentum, "nesterov": momentum > 0}
+    outer = torch.optim.SGD(server.parameters(), lr=lr, foreach=False, **plain)
+    velocity, pushes = [torch.zeros_like(each) for each in server.parameters()], 0
     every = list(batches)
     for step, batch in enumerate(every, start=1):
         take_gradients(net, batch)
         optimizer.step()
         if step % period == 0 or step == len(every):
             pairs = zip(server.parameters(), net.parameters(), strict=True)
-            take_step(server, outer, [anchor.detach() - own.detach() for anchor, own in pairs])
+            moved = [anchor.detach() - own.detach() for anchor, own in pairs]
+            pushes += 1
+            for v, each in zip(velocity, moved, strict=True):
+                v.mul_(momentum if late and pushes % late[0] == 1 else 1.0).add_(each)
+            if late and pushes % late[0] == 0:
+                moved = [each.add(v, alpha=momentum) for v, each in zip(velocity, moved, strict=True)]
+            take_step(server, outer, moved)
             torch.nn.utils.vector_to_parameters(flat(server), net.parameters())
     return flat(server)
 

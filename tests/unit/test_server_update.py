@@ -156,6 +156,28 @@ def test_no_gradient_is_a_gradient_of_zeros(native: bool) -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("every", [2, 3])
+def test_delayed_momentum_is_nesterovs_step_by_the_mean_of_several_gradients(native: bool, every: int) -> None:
+    """A gradient moves the weights by 1/N of the rate; the N-th adds the momentum of their mean."""
+    one = UpdateRule("sgd", lr=0.6, momentum=0.9, nesterov=True)
+    late = replace(one, lr=0.6 / every, momentum_every=every)
+    weights, expected = weights_at_first(torch.float64), weights_at_first(torch.float64)
+    optimizer, moments = optimizer_of(late, native, torch.float64), init(late, NUMEL, torch.float64, empty)
+    mean, whole = optimizer_of(one, False, torch.float64), init(one, NUMEL, torch.float64, empty)
+    several = [*gradients(torch.float64), *gradients(torch.float64)[:2]]
+    for step, gradient in enumerate(several, 1):
+        before, kept = weights.clone(), gradient.clone()
+        optimizer.step_(weights, weights, [Term(gradient, 1.0)], 1.0, moments, StepNumber(step), ())
+        assert torch.equal(gradient, kept)
+        if step % every:
+            torch.testing.assert_close(weights, before - 0.6 / every * gradient, rtol=1e-12, atol=1e-14)
+            continue
+        terms = [Term(each, 1.0) for each in several[step - every : step]]
+        mean.step_(expected, expected, terms, float(every), whole, StepNumber(step // every), ())
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+
+
+@both_ways
 def test_adagrad_without_epsilon_leaves_what_has_no_gradient(native: bool) -> None:
     """DistBelief's rule has no ε: the first step is lr · g/|g|, and 0/0 counts as 0."""
     rule = UpdateRule("adagrad", lr=0.25, eps=0.0)

@@ -63,6 +63,14 @@ def test_asynchronous_movements_do_not_take_the_constants_of_a_meeting(wrong: st
     assert max(each.loss for each in trained("async_diloco(8)")) < 0.1
 
 
+def test_delayed_momentum_steadies_asynchronous_movements() -> None:
+    """The rate of each push, and the momentum, of the authors' code."""
+    rate, momentum = 0.07, 0.9
+    constants = f"8, {4 * rate}, {momentum}"
+    assert max(each.loss for each in trained(f"async_diloco({constants}, momentum_every=4)")) < 0.3
+    assert min(each.loss for each in trained(f"async_diloco({constants})")) > 0.7
+
+
 def test_noloco_learns_as_diloco_and_sends_to_one_worker() -> None:
     assert accuracy("noloco(8)") > 0.97
     assert abs(loss("noloco(8)") - loss("diloco(8)")) < 0.02

@@ -160,6 +160,9 @@ class UpdateRule:
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    momentum_every: int = 1
+    """Steps of SGD between two changes of its momentum. A step between them is without momentum; the momentum then
+    takes in the sum of all their gradients (delayed Nesterov). More than 1: with `nesterov`, nothing else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from polytempo.core import Codec, Strategy, call_name, identity
 from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
@@ -21,6 +23,7 @@ def async_diloco(
     codec: Codec | None = None,
     pull_codec: PullCodec | None = None,
     scale: str | Staleness = "constant",
+    momentum_every: int = 1,
 ) -> Strategy:
     """DiLoCo without a meeting: a worker pushes its movement of `period` steps, and continues from the server's model.
 
@@ -28,7 +31,14 @@ def async_diloco(
     α = `outer_lr`, μ = `outer_momentum`, λ workers and s = `scale`, a function of Δ's age τ in updates, as in
     `async_sgd`: "constant", "inverse" or `power(0.5)`. One worker is `diloco`. λ pushes move φ as far as one step of
     `diloco` by their mean, so both take the same α; α for each push would be λ times as far.
-    Movements of other workers arrive meanwhile, which acts as momentum: take a smaller μ than in `diloco`.
+    Movements of other workers arrive meanwhile, which acts as momentum: take a smaller μ than in `diloco`, or delay it.
+
+    `momentum_every` = N delays the momentum: v changes in every N-th update, and v takes part in these alone,
+
+        updates N, 2N, …    v ← μv + the last N movements;  φ ← φ - s(τ) α/λ (Δ + μv)
+        all others          φ ← φ - s(τ) α/λ Δ
+
+    With N = λ each N updates are together one Nesterov step by the mean of their movements.
 
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`.
 
@@ -36,18 +46,26 @@ def async_diloco(
     step has neither. A worker that dies loses its movement since it last pushed.
 
     Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits; memory for φᵢ.
+    ValueError for N below 1.
 
-    Source: B. Liu, R. Chhaparia, A. Douillard et al., "Asynchronous local-SGD training for language modeling", 2024.
-    Deviations: plain Nesterov's momentum in place of a delayed one; each worker has the same H, where there slower ones
-    have fewer steps; s(τ) is the paper's 1/√(1 + τ) by `power(0.5)` but for the 1.
+    Source: B. Liu, R. Chhaparia, A. Douillard et al., "Asynchronous local-SGD training for language modeling", 2024;
+    delayed momentum with c = 0. Deviations: N = 1 by default, plain Nesterov's momentum; each worker has the same H,
+    where there slower ones have fewer steps; s(τ) is the paper's 1/√(1 + τ) by `power(0.5)` but for the 1.
     """
+    if momentum_every < 1:
+        raise ValueError(
+            f"momentum_every is a number of updates, at least 1, such as the number of workers, got {momentum_every}"
+        )
+    outer = UpdateRule("sgd", outer_lr)
+    if outer_momentum > 0:
+        outer = replace(outer, momentum=outer_momentum, nesterov=True, momentum_every=momentum_every)
     return served(
         call_name(async_diloco, locals(), brief=(*BRIEF, "scale")),
         Service(
             in_shares(scale_of(scale)),
             shards=shards,
             replicas=replicas,
-            optimizer=UpdateRule("sgd", outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            optimizer=outer,
             codec=codec,
             pull_codec=pull_codec,
         ),

@@ -148,6 +148,9 @@ class Optimizer:
             cut = Moments(*(None if moment is None else _at(moment, where) for moment in moments))
             shares = [of_group(factor, group) for _, factor in terms]
             lr, share = lrs[group] if lrs else 0.0, of_group(divisor, group)
+            if self.rule.momentum_every > 1:
+                own, shares = _with_delayed_momentum(self.rule, own, shares, share, cut.first, number)
+                cut = Moments(None, None)
             if self._updater is None:
                 gradient = _sum_of(list(zip(own, shares, strict=True)), share, w)
                 _STEPS[self.rule.kind](self.rule, w, target, gradient, cut, number, lr)
@@ -215,19 +218,34 @@ def _at(vector: Tensor, where: slice) -> Tensor:
     return vector if where == _ALL else vector[where]
 
 
+def _with_delayed_momentum(
+    rule: UpdateRule, gradients: list[Tensor], shares: list[float], divisor: float, buffer: Tensor | None, step: int
+) -> tuple[list[Tensor], list[float]]:
+    """The terms of a step without momentum, and in every N-th one μv: v ← μv + the sum of the last N gradients."""
+    assert buffer is not None, "delayed momentum has a buffer"
+    if step % rule.momentum_every == 1:
+        buffer.mul_(rule.momentum)
+    for gradient, share in zip(gradients, shares, strict=True):
+        buffer.add_(gradient, alpha=share / divisor)
+    if step % rule.momentum_every:
+        return gradients, shares
+    return [*gradients, buffer], [*shares, rule.momentum * divisor]
+
+
 def _hyper(rule: UpdateRule) -> Hyper:
     """The rule as the kernel knows it; `lr`, `step` and `first` are set before each step."""
+    delayed = rule.momentum_every > 1
     eps = _TINY if rule.kind == "adagrad" and rule.eps == 0 else rule.eps
     return Hyper(
         weight_decay=rule.weight_decay,
-        momentum=rule.momentum,
+        momentum=0.0 if delayed else rule.momentum,
         dampening=rule.dampening,
         beta1=rule.betas[0],
         beta2=rule.betas[1],
         eps=eps,
         lr_decay=rule.lr_decay,
         rule=RULES[rule.kind],
-        nesterov=rule.nesterov,
+        nesterov=rule.nesterov and not delayed,
         maximize=rule.maximize,
     )
 
