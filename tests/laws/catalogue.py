@@ -193,7 +193,7 @@ SERVED = [
     ),
     Row(
         "async_diloco",
-        lambda: s.async_diloco(4, 0.9, 0.3, momentum_every=2),
+        lambda: s.async_diloco(4, 0.9, 0.3, momentum_every=2, delay=2),
         alone="async_diloco",
         pushes_every=4,
     ),

@@ -319,23 +319,39 @@ def downpour_alone(every: int, setting: Setting, dealt: Dealt) -> float:
 
 
 def async_diloco_alone(
-    period: int, lr: float, momentum: float, setting: Setting, dealt: Dealt, momentum_every: int = 1
+    period: int,
+    lr: float,
+    momentum: float,
+    setting: Setting,
+    dealt: Dealt,
+    momentum_every: int = 1,
+    delay: int = 0,
 ) -> float:
-    """One worker with the job's optimizer; Nesterov's step by its movement in `period` steps, and by the rest."""
+    """One worker with the job's optimizer; Nesterov's step by its movement in `period` steps, and by the rest.
+
+    The worker takes in the center after `delay` steps.
+    """
     weight, center, velocity = nn.Parameter(torch.ones(1, dtype=torch.float64)), 1.0, 0.0
-    movements: list[float] = []
     optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
-    for step, ticket in enumerate(dealt.tickets, start=1):
-        optimizer.param_groups[0]["lr"] = dealt.rate(ticket)
-        weight.grad = torch.tensor([dealt.gradient(ticket)], dtype=torch.float64)
-        optimizer.step()
-        if step % period == 0 or ticket == dealt.tickets[-1]:
-            movements.append(center - weight.item())
+    movements: list[float] = []
+    anchor = asked = center
+    steps = len(dealt.tickets)
+    for step in range(1, -(-steps // period) * period + 1):
+        if step <= steps:
+            ticket = dealt.tickets[step - 1]
+            optimizer.param_groups[0]["lr"] = dealt.rate(ticket)
+            weight.grad = torch.tensor([dealt.gradient(ticket)], dtype=torch.float64)
+            optimizer.step()
+        if step % period == 0:
+            asked = weight.item()
+            movements.append(anchor - asked)
             center -= lr * movements[-1]
             if len(movements) % momentum_every == 0:
                 velocity = momentum * velocity + sum(movements[-momentum_every:])
                 center -= lr * momentum * velocity
-            weight.data.fill_(center)
+        if movements and step % period == delay:
+            anchor = center
+            weight.data.fill_(anchor + (weight.item() - asked))
     return center
 
 

@@ -361,29 +361,43 @@ def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
 
 
 def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> Tensor:
-    """One worker; a server's Nesterov step by its movement in `period` steps, and by the rest at the end."""
+    """One worker; a server's Nesterov step by its movement in `period` steps, and by the rest at the end.
+
+    With momentum_every=N each N-th step has the momentum; with a delay the worker goes on, and takes the server's
+    parameters in later.
+    """
     net, server = model(setting.dtype), model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     lr, momentum = (float(each) for each in re.findall(r"outer_(?:lr|momentum)=([\d.]+)", name))
-    late = [int(each) for each in re.findall(r"momentum_every=([2-9])", name)]
+    late, delay = (int((re.findall(rf"{each}=(\d+)", name) or [0])[0]) for each in ("momentum_every", "delay"))
     plain = {} if late else {"momentum": momentum, "nesterov": momentum > 0}
     outer = torch.optim.SGD(server.parameters(), lr=lr, foreach=False, **plain)
-    velocity, pushes = [torch.zeros_like(each) for each in server.parameters()], 0
+    velocity, pushes = torch.zeros_like(flat(net)), 0
+    anchor, asked = flat(net), None
     every = list(batches)
-    for step, batch in enumerate(every, start=1):
-        take_gradients(net, batch)
-        optimizer.step()
-        if step % period == 0 or step == len(every):
-            pairs = zip(server.parameters(), net.parameters(), strict=True)
-            moved = [anchor.detach() - own.detach() for anchor, own in pairs]
+    for step in range(1, -(-len(every) // period) * period + 1):  # the last ones without a batch
+        if step <= len(every):
+            take_gradients(net, every[step - 1])
+            optimizer.step()
+        own = flat(net)
+        if step % period == 0:
+            moved, asked = anchor - own, own
             pushes += 1
-            for v, each in zip(velocity, moved, strict=True):
-                v.mul_(momentum if late and pushes % late[0] == 1 else 1.0).add_(each)
-            if late and pushes % late[0] == 0:
-                moved = [each.add(v, alpha=momentum) for v, each in zip(velocity, moved, strict=True)]
-            take_step(server, outer, moved)
-            torch.nn.utils.vector_to_parameters(flat(server), net.parameters())
+            velocity = (momentum * velocity if late and pushes % late == 1 else velocity) + moved
+            if late and pushes % late == 0:
+                moved = moved.add(velocity, alpha=momentum)
+            take_step(server, outer, unflattened(moved, server))
+        if asked is not None and step % period == delay:
+            anchor = flat(server)
+            own = anchor + (own - asked) if delay else anchor
+            torch.nn.utils.vector_to_parameters(own.clone(), net.parameters())
     return flat(server)
+
+
+def unflattened(values: Tensor, like: nn.Module) -> list[Tensor]:
+    """Parts of `values`, with the shapes of the parameters."""
+    parts = values.split([each.numel() for each in like.parameters()])
+    return [part.view_as(each) for part, each in zip(parts, like.parameters(), strict=True)]
 
 
 def easgd(batches: Batches, period: int, alpha: float, setting: Setting) -> Tensor:

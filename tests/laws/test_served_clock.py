@@ -99,8 +99,8 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
             expected = downpour_alone(row.pushes_every, setting, batches)
         elif row.alone == "async_diloco":
             lr, momentum = (0.9, 0.3) if "outer_lr=0.9" in str(strategy) else (0.7, 0.0)
-            late = 2 if "momentum_every=2" in str(strategy) else 1
-            expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches, late)
+            late, delay = (2 if f"{each}=2" in str(strategy) else 0 for each in ("momentum_every", "delay"))
+            expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches, late or 1, delay)
         elif row.alone == "easgd":
             expected = easgd_alone(row.pushes_every, 0.9, setting, batches)
         else:

@@ -114,15 +114,23 @@ def test_a_push_costs_what_explain_says() -> None:
     assert found["seconds"] == pytest.approx(tensor_bytes * WORKERS / 12.5e6 + 0.04 * (2 * WORKERS + 1))
 
 
-def test_one_worker_is_diloco() -> None:
+@pytest.mark.parametrize(
+    ("ours", "diloco"),
+    [
+        (ASYNC, "diloco(period=4, outer_lr=0.6, outer_momentum=0.3)"),
+        ("async_diloco(period=4, outer_lr=1.0, delay=2)", "diloco(period=4, outer_lr=1.0, outer_momentum=0.0)"),
+    ],
+)
+def test_one_worker_is_diloco(ours: str, diloco: str) -> None:
+    """A whole step by one worker's movement leaves the worker where it is, however late it hears of that."""
     alone, rounds = Crew(1), Crew(1)
-    alone.add(0, loop(ASYNC))
-    rounds.add(0, loop("diloco(period=4, outer_lr=0.6, outer_momentum=0.3)"))
+    alone.add(0, loop(ours))
+    rounds.add(0, loop(diloco))
     torch.testing.assert_close(alone.run()[0][0], rounds.run()[0][0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("moment", [3, 9, 14, 20, 25, 29, 33, 36])
-@pytest.mark.parametrize("strategy", [ASYNC, "decoupled_diloco(period=4, quorum=2)"])
+@pytest.mark.parametrize("strategy", [ASYNC, "decoupled_diloco(period=4, quorum=2, delay=1)"])
 def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> None:
     """A new process of it comes, also before it is dead, and no sample is lost or counted twice."""
 

@@ -42,7 +42,7 @@ ROWS = [
     Row("staleness_aware(n=None, shards=1, replicas=0)", "on_arrival(scale=inverse)"),
     Row("ssp(bound=3, shards=1, replicas=0, rate=None)", "within(bound=3, scale=constant)", deals="evenly"),
     Row(
-        "async_diloco(period=10, outer_lr=0.7, outer_momentum=0.0, shards=1, replicas=0, momentum_every=1)",
+        "async_diloco(period=10, outer_lr=0.7, outer_momentum=0.0, shards=1, replicas=0)",
         "in_shares(scale=constant)",
         optimizer=UpdateRule("sgd", 0.7),
         steps_locally=True,
@@ -113,7 +113,8 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
         "softsync(n=4, scale=inverse)",
         "staleness_aware(n=4)",
         *[f"{name}(scale={scale})" for name in SCALED for scale in ("inverse", "constant", "power(2)", "power(p=0.5)")],
-        "async_diloco(outer_momentum=0.9, momentum_every=4)",
+        "async_diloco(outer_momentum=0.9, momentum_every=4, delay=3)",
+        "decoupled_diloco(delay=1)",
         "easgd(period=10, alpha=0.1)",
         "backup_workers(backups=2, replicas=2)",
         "flexrr(helpers=2, grain=0.025, bound=3)",

@@ -15,7 +15,7 @@ from helpers import bundle
 from polytempo.core import Bundle, Program, Promise, Transform, world_port
 from polytempo.core.op import Op, Pull, Push, Start, Work
 from polytempo.core.state import restored, saved, settled
-from polytempo.server.worker.transforms import exchange, pull, push
+from polytempo.server.worker.transforms import exchange, pull, push, push_movement
 
 PORT = world_port(0, (0,))
 
@@ -215,6 +215,44 @@ def test_a_push_that_the_server_had_already_moves_nobody() -> None:
     assert answer is given
 
 
+# ---------------------------------------------------------------------- push_movement
+
+
+def test_a_movement_is_pushed_and_the_worker_continues_from_the_servers_parameters() -> None:
+    answers, scripts, _ = Hand().steps(push_movement(2), [1.0, 2.0, 21.0, 23.0])
+    assert answers == [1.0, 20.0, 21.0, 40.0]
+    assert scripts == [
+        *([], ["begin push 2 [-2.0]", "pull 2", "await push 2 [-2.0]"]),
+        *([], ["begin push 4 [-3.0]", "pull 4", "await push 4 [-3.0]"]),
+    ]
+
+
+def test_a_worker_goes_on_while_they_travel_and_no_step_is_lost_or_pushed_twice() -> None:
+    """The step from 3 to 5 was made meanwhile: it is kept, and is a part of the second push."""
+    answers, scripts, _ = Hand().steps(push_movement(3, delay=1), [1.0, 2.0, 3.0, 5.0, 33.0, 34.0, 36.0])
+    assert answers == [1.0, 2.0, 3.0, 30.0 + (5.0 - 3.0), 33.0, 34.0, 60.0 + (36.0 - 34.0)]
+    assert scripts == [
+        *([], [], ["begin push 3 [-3.0]", "begin pull 3"]),
+        *(["await pull 3"], [], ["begin push 6 [-4.0]", "begin pull 6"]),
+        ["await pull 6"],
+    ]
+
+
+def test_lent_parameters_are_read_when_they_are_taken_in() -> None:
+    hand, transform = Hand(), push_movement(2, delay=1)
+    state = transform.init(bundle(0.0))
+    for value in (1.0, 2.0, 3.0):
+        _, state = hand.run(transform.apply(PORT, bundle(value), state))
+    hand.lent.fill_(float("nan"))  # lent only until the next request
+    assert float(state.anchor.flat) == 20.0
+
+
+@pytest.mark.parametrize("delay", [-1, 2])
+def test_a_late_answer_comes_before_the_next_push(delay: int) -> None:
+    with pytest.raises(ValueError, match=f"comes {delay} steps late needs a period of more steps, got 2"):
+        push_movement(2, delay)
+
+
 # ---------------------------------------------------------------------- all of them
 
 
@@ -230,8 +268,12 @@ def test_a_push_that_the_server_had_already_moves_nobody() -> None:
         pull(2, overlap=True),
         pull(overlap=True),
         exchange(2),
+        push_movement(3, delay=2),
     ],
-    ids=["push", "push 3", "push 3 overlap", "push 2 local", "pull 2", "pull 2 overlap", "pull overlap", "exchange"],
+    ids=[
+        *("push", "push 3", "push 3 overlap", "push 2 local", "pull 2", "pull 2 overlap", "pull overlap", "exchange"),
+        "push_movement",
+    ],
 )
 def test_saved_and_restored_equals_never_having_stopped(transform: Transform, stop_after: int) -> None:
     """The same answers, and the same requests; exchanges under way end before the stop."""
@@ -256,7 +298,9 @@ def test_they_see_the_whole_model_and_are_never_idle(transform: Transform) -> No
     assert transform.promises == Promise(0)
 
 
-@pytest.mark.parametrize(("make", "name"), [(push, "push"), (pull, "pull"), (exchange, "exchange")])
+@pytest.mark.parametrize(
+    ("make", "name"), [(push, "push"), (pull, "pull"), (exchange, "exchange"), (push_movement, "push_movement")]
+)
 def test_a_period_below_one_is_refused(make: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} needs a period of at least 1 step, got every=0"):
         make(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,20 @@ def test_a_slow_worker_holds_up_no_quorum_of_others() -> None:
     slow = {"stragglers": slow_host(0, 8.0)}
     seconds = [until_done(strategies.decoupled_diloco(5, quorum), **slow) for quorum in (1, 2, 3, 4)]
     assert max(seconds[:3]) < 0.7 * seconds[3]
+
+
+def test_workers_that_go_on_hide_the_link_and_the_quorum() -> None:
+    """Movements are older then, so the loss is a little higher."""
+    link = ethernet(gbit_per_s=1)
+
+    def found(delay: int) -> Any:
+        return pt.simulate(DIGITS, strategies.decoupled_diloco(8, 3, delay=delay), 4, link, steps=96)
+
+    waiting, going_on = found(0), found(7)
+    assert going_on.seconds < 0.7 * waiting.seconds
+    assert going_on.samples == waiting.samples
+    assert going_on.bytes_sent_per_rank == pytest.approx(waiting.bytes_sent_per_rank, rel=1e-3)
+    assert going_on.loss < 0.2
 
 
 @pytest.mark.parametrize("quorum", [2, 4])

@@ -24,6 +24,7 @@ def async_diloco(
     pull_codec: PullCodec | None = None,
     scale: str | Staleness = "constant",
     momentum_every: int = 1,
+    delay: int = 0,
 ) -> Strategy:
     """DiLoCo without a meeting: a worker pushes its movement of `period` steps, and continues from the server's model.
 
@@ -40,17 +41,22 @@ def async_diloco(
 
     With N = λ each N updates are together one Nesterov step by the mean of their movements.
 
+    A worker waits for φ, or with `delay` goes on for so many steps while its movement and φ travel; then θᵢ becomes
+    φ + (θᵢ - θᵢ of the push). These steps are a part of the next movement, so each step is in one. Movements are older,
+    and norms lose the running statistics of these steps, as they do with the overlap of `downpour`.
+
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`.
 
     Weight decay and schedule are of the workers' own steps, with the rate at each batch's place in the run; the outer
     step has neither. A worker that dies loses its movement since it last pushed.
 
-    Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits; memory for φᵢ.
-    ValueError for N below 1.
+    Cost: a movement there and the parameters back, in one of `period` steps of a worker; memory for φᵢ, and with a
+    delay for one model more. ValueError for N below 1, and for a delay of a period or more.
 
     Source: B. Liu, R. Chhaparia, A. Douillard et al., "Asynchronous local-SGD training for language modeling", 2024;
     delayed momentum with c = 0. Deviations: N = 1 by default, plain Nesterov's momentum; each worker has the same H,
-    where there slower ones have fewer steps; s(τ) is the paper's 1/√(1 + τ) by `power(0.5)` but for the 1.
+    where there slower ones have fewer steps; s(τ) is the paper's 1/√(1 + τ) by `power(0.5)` but for the 1. There all
+    workers wait; `delay` is as in `streaming_diloco(blend="keep")`.
     """
     if momentum_every < 1:
         raise ValueError(
@@ -60,7 +66,7 @@ def async_diloco(
     if outer_momentum > 0:
         outer = replace(outer, momentum=outer_momentum, nesterov=True, momentum_every=momentum_every)
     return served(
-        call_name(async_diloco, locals(), brief=(*BRIEF, "scale")),
+        call_name(async_diloco, locals(), brief=(*BRIEF, "scale", "momentum_every", "delay")),
         Service(
             in_shares(scale_of(scale)),
             shards=shards,
@@ -70,5 +76,5 @@ def async_diloco(
             pull_codec=pull_codec,
         ),
         gradients=identity(),
-        parameters=push_movement(period),
+        parameters=push_movement(period, delay),
     )

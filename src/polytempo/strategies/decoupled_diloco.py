@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name, identity
+from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.rules.synchronous_step import quorum as rule
@@ -19,6 +20,7 @@ def decoupled_diloco(
     replicas: int = 0,
     codec: Codec | None = None,
     pull_codec: PullCodec | None = None,
+    delay: int = 0,
 ) -> Strategy:
     """DiLoCo of the first workers that come: a slow one, or a dead one, holds up no other.
 
@@ -31,19 +33,22 @@ def decoupled_diloco(
     step; none is lost, and λ movements move φ as far as one step of `diloco` in all. q = 1 is `async_diloco`, to the
     bit; q = λ or more waits for all, as `diloco` does. Little momentum, for late movements act as momentum.
 
+    With `delay` a worker goes on meanwhile, and takes φ in so many steps later, as in `async_diloco`.
+
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`. Weight decay and
     schedule are as in `async_diloco`. A worker that dies loses its movement since it last pushed.
 
-    Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits for q - 1 others;
-    memory for φᵢ. ValueError for a quorum below 1.
+    Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits for q - 1 others
+    unless there is a delay; memory for φᵢ. ValueError for a quorum below 1, and for a delay of a period or more.
 
     Source: "Decoupled DiLoCo for resilient distributed pre-training", arXiv 2604.21428, 2026. Deviations: no grace
-    window after the quorum, because a shard has no clock, so that its copies act alike: take a larger quorum; a worker
-    waits for the step with its movement, where the paper's goes on; the whole model at a time and not by fragments,
-    each shard by its own quorum; weights by samples alone, not by samples per second, and c/λ of the outer rate.
+    window after the quorum, because a shard has no clock, so that its copies act alike: take a larger quorum; without a
+    delay a worker waits for the step with its movement, where the paper's goes on; the whole model at a time and not by
+    fragments, each shard by its own quorum; weights by samples alone, not by samples per second, and c/λ of the outer
+    rate.
     """
     return served(
-        call_name(decoupled_diloco, locals()),
+        call_name(decoupled_diloco, locals(), brief=(*BRIEF, "delay")),
         Service(
             rule(quorum),
             shards=shards,
@@ -54,5 +59,5 @@ def decoupled_diloco(
             pull_codec=pull_codec,
         ),
         gradients=identity(),
-        parameters=push_movement(period),
+        parameters=push_movement(period, delay),
     )

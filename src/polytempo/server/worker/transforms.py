@@ -172,37 +172,57 @@ def exchange(every: int) -> Transform:
 
 
 class Moving(NamedTuple):
-    """Steps so far, and the parameters that the worker's present steps began with."""
+    """Steps so far, the parameters that the next movement is counted from, and the server's on their way (or None).
+
+    While these are on their way, `anchor` has the worker's own parameters of the push.
+    """
 
     step: int
     anchor: Bundle
+    coming: Late | Bundle | None = None
 
 
-def push_movement(every: int) -> Transform:
-    """Push φ - x, the movement of the worker's parameters x in `every` steps from φ, and continue from the server's.
+def push_movement(every: int, delay: int = 0) -> Transform:
+    """Push φ - x, the movement of the worker's parameters x from φ, in steps H, 2H, 3H, … (H = `every`).
 
-    In steps τ, 2τ, 3τ, … (τ = `every`). The pull follows the push immediately, so both together are one round trip.
-    Cost: the parameters there and back; memory for φ.
+    φ is the server's parameters of the last time. A pull of the next φ follows the push immediately, so both together
+    are one round trip. With τ = `delay` that travels while the worker goes on, and in steps H + τ, 2H + τ, …
+
+        x ← φ + (x - x of τ steps ago)
+
+    so these τ steps are kept, and are a part of the next movement. Each step is in one movement.
+
+    Cost: the parameters there and back; memory for φ, and with a delay for one more.
     """
     if every < 1:
         raise ValueError(f"push_movement needs a period of at least 1 step, got every={every}")
+    if not 0 <= delay < every:
+        raise ValueError(f"an answer that comes {delay} steps late needs a period of more steps, got {every}")
+    takes = Steps(every + delay, every)
 
     def init(parameters: Bundle) -> Moving:
         return Moving(0, parameters.copy())
 
-    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Moving]:
+    async def apply(port: Port, bundle: Bundle, state: Moving) -> tuple[Bundle | None, Moving]:
         assert isinstance(state, Moving)
-        step = state.step + 1
-        if step % every:
-            return bundle, Moving(step, state.anchor)
-        late = await begin(port, port.push(state.anchor.flat - bundle.flat, step), lambda _: None)
-        arrived = bundle.with_flat(await port.pull(step))
-        await settled(late)
-        return arrived, Moving(step, arrived.copy())
+        step, (_, anchor, coming) = state.step + 1, state
+        if step % every == 0:
+            late = await begin(port, port.push(anchor.flat - bundle.flat, step), lambda _: None)
+            if delay:
+                anchor = bundle.copy()
+                coming = await begin(port, port.pull(step), lambda values: anchor.with_flat(values.clone()))
+            else:
+                anchor = bundle.with_flat(await port.pull(step))
+                await settled(late)
+                return anchor, Moving(step, anchor.copy())
+        elif coming is not None and takes.has(step):  # the push was answered before
+            answer = await settled(coming)
+            return bundle.with_flat(answer.flat + (bundle.flat - anchor.flat)), Moving(step, answer)
+        return bundle, Moving(step, anchor, coming)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         there, back = (Exchange(kind, steps=Steps().every(every), server=kind) for kind in ("push", "pull"))
-        return Cost((there, back), num_bytes(parameters))
+        return Cost((there, back), num_bytes(parameters) * (2 if delay else 1))
 
     return Transform(init, apply, Promise(0), cost)
 

@@ -121,9 +121,11 @@ class LogLoop:
             case Start(Push() as push):
                 self._push(push)
                 return Work(None)
+            case Start(Pull() as pull):
+                return Work(pull)
             case Work(None):
                 return None
-            case Pull():
+            case Pull() | Work(Pull()):
                 return self._answered()
         return await op
 
