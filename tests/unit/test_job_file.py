@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable
@@ -223,13 +224,21 @@ def colours(folder: Path) -> Path:
     ],
 )
 def test_init_writes_a_job_that_trains_a_table(
-    target: str, model: str, loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str,
+    model: str,
+    loss: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     header, *rows = TABLE.splitlines()
     more = [f"{row},{n * 1.5}" for n, row in enumerate(rows)] if target == "price" else rows
     (tmp_path / "t.csv").write_text("\n".join([header + ",price" * (target == "price"), *more]))
     made = tmp_path / "job.toml"
+    reads, read = [], csv.reader
+    monkeypatch.setattr(csv, "reader", lambda lines: reads.append(lines) or read(lines))
     said, _ = asked(capsys, "init", str(tmp_path / "t.csv"), "--target", target, "--out", str(made), "--epochs", "1")
+    assert len(reads) == 1
     learns = f"{made}: 32 samples to learn from, 8 to measure with\npolytempo train {made} --workers 2\n"
     kind = {"kind": "2 classes: a, b", "colour": "2 classes: blue, red", "price": "a number"}[target]
     assert said == f"predicted: {target}, {kind}\n{learns}"

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from polytempo import jobs
 from polytempo.cli.run.init_options import InitOptions, shards_reader
-from polytempo.data.readers.csv_regression import MAX_CATEGORIES, csv_classes, csv_regression, finite_number, read_table
+from polytempo.data.readers import Split
+from polytempo.data.readers.csv_regression import MAX_CATEGORIES, classes_of, finite_number, numbers_of, read_table
 from polytempo.data.readers.images import images
 from polytempo.data.streams.sources.json_lines import json_lines
 from polytempo.data.streams.sources.parquet import parquet
 from polytempo.jobs.job_text import JobParts, PartCall, python_text, toml_text
+from polytempo.spec.job import Data
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.objective import judged
 from polytempo.spec.table.option import entries
@@ -39,6 +41,8 @@ class DataFacts(NamedTuple):
     has_classes: bool
     about: str
     """The target, for a person."""
+    split: Split | None = None
+    """The samples of a table, which has been read as a whole; None: the job reads its data."""
 
 
 def init(asked: InitOptions) -> None:
@@ -59,7 +63,7 @@ def init(asked: InitOptions) -> None:
     try:
         write = toml_text if asked.out.suffix == ".toml" else python_text
         asked.out.write_text(write(parts, asked.out.name))
-        num_train, num_test = _tried(name)
+        num_train, num_test = _tried(name, facts.split)
     except BaseException:
         asked.out.unlink() if before is None else asked.out.write_bytes(before)
         raise
@@ -70,10 +74,10 @@ def init(asked: InitOptions) -> None:
     print(f"polytempo train {name} --workers {asked.workers}{more}")
 
 
-def _tried(name: str) -> tuple[int, int]:
+def _tried(name: str, split: Split | None) -> tuple[int, int]:
     """The numbers of samples to learn from and to measure with, after two samples have gone through the job."""
     job = jobs.find(name)
-    data = data_of(job, None)
+    data = data_of(job, None) if split is None else Data(*split)
     train: Any = data.train
     model = model_of(job).eval()
     samples = SampleBatches(train, data.collate, "the training set")
@@ -112,7 +116,8 @@ def _answered(asked: InitOptions) -> InitOptions:
 
 
 def _table(asked: InitOptions, files: Path) -> DataFacts:
-    names, rows = read_table(files)
+    table = read_table(files)
+    names, rows = table.names, table.rows
     if number := next((name for name in names if "." in name and finite_number(name) is not None), None):
         raise ValueError(f"{files}: its first row has {number}; write a row with the names of the columns above it")
     target = _target(asked, names)
@@ -127,10 +132,11 @@ def _table(asked: InitOptions, files: Path) -> DataFacts:
             f"--target {target}: the column has {len(different)} different values, and not all are numbers; choose "
             "another"
         )
-    split = (csv_classes if are_classes else csv_regression)(files, target)
+    split = (classes_of if are_classes else numbers_of)(table, target)
     data = PartCall("csv_classes" if are_classes else "csv_regression", {"path": _path(asked), "target": target})
     about = f"{_about(asked, target)}, {_listed(different) if are_classes else 'a number'}"
-    return DataFacts(data, split.train.tensors[0].shape[1], len(different) if are_classes else 1, are_classes, about)
+    outputs = len(different) if are_classes else 1
+    return DataFacts(data, split.train.tensors[0].shape[1], outputs, are_classes, about, split)
 
 
 def _shards(asked: InitOptions, reader: str) -> DataFacts:

@@ -6,6 +6,7 @@ import csv
 import math
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ Column = list[list[float]]
 """One column of the table as the model's inputs: for each input its values, a row each."""
 
 
+class Table(NamedTuple):
+    """A CSV file as text."""
+
+    path: Path
+    names: list[str]
+    rows: list[list[str]]
+    """Each as long as `names`."""
+
+
 def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
     """The table in `path`: 80 % of its rows to train on, the rest to test with, drawn by `seed`.
 
@@ -35,7 +45,12 @@ def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None 
     values of text; all rows of `path` are to test with, in their order. They may have the columns in another order, and
     no target: it is NaN then.
     """
-    x, cells, train, test, where = _inputs(path, target, seed, like)
+    return numbers_of(read_table(path), target, seed, like=like)
+
+
+def numbers_of(table: Table, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+    """`csv_regression` of a table that has been read."""
+    x, cells, train, test, where = _inputs(table, target, seed, like)
     numbers = _target(cells, 0 if like is None else len(cells) - len(test), where)
     y = torch.tensor(_standardized(numbers, train)).unsqueeze(1)
     return _split(x, y, train, test, outputs=[target], units=_moments(numbers, train))
@@ -44,7 +59,12 @@ def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None 
 def csv_classes(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
     """The table as in `csv_regression`; `target` has classes: int64 (N,), numbered in the order of names. Where a table
     has no target, it is -100, which torch's losses leave out."""
-    x, cells, train, test, where = _inputs(path, target, seed, like)
+    return classes_of(read_table(path), target, seed, like=like)
+
+
+def classes_of(table: Table, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+    """`csv_classes` of a table that has been read."""
+    x, cells, train, test, where = _inputs(table, target, seed, like)
     known = cells if like is None else cells[: len(cells) - len(test)]
     classes = sorted({cell for cell in known if cell is not None})
     if len(classes) > MAX_CATEGORIES or len(classes) < 2:
@@ -68,11 +88,10 @@ def _split(x: Tensor, y: Tensor, train: list[int], test: list[int], **facts: obj
 
 
 def _inputs(
-    path: Path, target: str, seed: int, like: Path | None
+    table: Table, target: str, seed: int, like: Path | None
 ) -> tuple[Tensor, list[str | None], list[int], list[int], str]:
     """The inputs, the target's cells, the rows to train on and to test with, and the target's place."""
-    first = path if like is None else like
-    names, rows = read_table(first)
+    first, names, rows = table if like is None else read_table(like)
     if target not in names or len(names) < 2:
         raise ValueError(f"{first} has no column {target!r} next to others; its columns are {', '.join(names)}")
     cells: list[str | None] = [row[names.index(target)] for row in rows]
@@ -82,22 +101,22 @@ def _inputs(
     if not test:
         raise ValueError(f"{first} has {len(rows)} rows, too few to set some aside for testing")
     if like is not None:
-        own, more = read_table(path)
+        _, own, more = table
         if missing := [name for name in names if name != target and name not in own]:
-            raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(own)}")
+            raise ValueError(f"{table.path} has no column {missing[0]!r}; its columns are {', '.join(own)}")
         rows += [[row[own.index(name)] if name in own else "" for name in names] for row in more]
         cells += [row[own.index(target)] or None if target in own else None for row in more]
         test = list(range(seen, len(rows)))
     inputs: Column = []
     for place, name in enumerate(names):
         if name != target:
-            inputs += _column([row[place] for row in rows], train, seen, f"{path}, column {name!r}")
+            inputs += _column([row[place] for row in rows], train, seen, f"{table.path}, column {name!r}")
     x = torch.tensor(inputs).T.contiguous()
-    return x, cells, train, test, f"{path}, column {target!r}"
+    return x, cells, train, test, f"{table.path}, column {target!r}"
 
 
-def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of a CSV file, every row as long as the header."""
+def read_table(path: Path) -> Table:
+    """The CSV file at `path`. ValueError for a row that is not as long as the header."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -110,7 +129,7 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     for line, row in rows:
         if len(row) != len(names):
             raise ValueError(f"{path}, line {line}: {len(row)} cells under a header of {len(names)}")
-    return names, [[cell.strip() for cell in row] for _, row in rows]
+    return Table(path, names, [[cell.strip() for cell in row] for _, row in rows])
 
 
 def _column(cells: list[str], train: list[int], seen: int, where: str) -> Column:
