@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +182,36 @@ def test_the_loss_of_packed_documents_is_that_of_ragged_ones(lengths: list[int])
     torch.testing.assert_close(packed, ragged.detach() + 0 * packed, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(packed, list(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["memory", "files"])
+def test_lengths_are_kept_for_the_same_documents_alone(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sources with equal names, counts and bytes per document, and other lengths."""
+    from polytempo.data.streams.sources import mapped, packed
+
+    for module in (mapped, packed):
+        monkeypatch.setattr(module, "KEPT_FROM_SAMPLES", 1)
+    file, plans = tmp_path / "documents.jsonl", []
+    plan = packed.Packed._plan
+    monkeypatch.setattr(packed.Packed, "_plan", lambda self, shard: plans.append(shard) or plan(self, shard))
+    for number, rows in enumerate([["[1, 2 ]", "[3,4,5]"], ["[1,2,3]", "[4, 5 ]"]]):
+        file.write_text("".join(f'{{"t": {row}}}\n' for row in rows))
+        os.utime(file, (number, number))
+        documents = [{"t": json.loads(row)} for row in rows]
+        for _ in range(2):
+            found = data.json_lines(str(file)) if form == "files" else InMemoryShards([documents])
+            assert [sample["tokens"].tolist() for sample in data.packed(found, 3, column="t")] == [
+                (document["t"] + [0])[:3] for document in documents
+            ]
+            kept = data.filtered(found, _is_short, version="1")
+            assert [len(sample["t"]) for sample in kept] == [2]
+    assert len(plans) == {"files": 2, "memory": 4}[form]
+
+
+def _is_short(sample: Any) -> bool:
+    return len(sample["t"]) == 2
 
 
 def test_document_mask() -> None:

@@ -78,6 +78,12 @@ class ShardedData(Dataset[Any], ABC):
         """Further plain data that tell this source from another one with equal names and counts."""
         return None
 
+    @property
+    def content_mark(self) -> str | None:
+        """A text that changes with the samples, such as a hash of the files' times of change. Results of a pass over
+        the source are kept under it; None: nothing tells a change, and nothing is kept."""
+        return None
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of a hash of the names, the counts and `identity`; a saved position has them."""

@@ -32,6 +32,11 @@ class HuggingFace(ShardedData):
         """The columns and the number of rows. The library's own fingerprint is drawn by chance in some transforms."""
         return ["huggingface", sorted(self._dataset.column_names), self._as_tuple and list(self._as_tuple)]
 
+    @property
+    def content_mark(self) -> str | None:
+        """The library's fingerprint of a data set in files. A drawn fingerprint comes with new files."""
+        return self._dataset._fingerprint if self._dataset.cache_files else None
+
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[dict[str, Any]]:
         """The rows in `runs`, some hundred at a time, in the data set's own format."""
         first = shard * self._rows

@@ -27,6 +27,11 @@ class Mapped(ShardedData):
         """The source's, and the function's name and version."""
         return ["mapped", self._source.fingerprint, self.identity_of_function]
 
+    @property
+    def content_mark(self) -> str | None:
+        """The source's."""
+        return self._source.content_mark
+
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The source's."""
         return self._source.read(shard, runs)
@@ -48,8 +53,8 @@ class Filtered(ShardedData):
     def __init__(self, source: ShardedData, keep: Callable[[Any], bool], version: str) -> None:
         self._source, self._keep, self._function = source, keep, [_name(keep), version]
         self.reading = source.reading
-        key = f"filtered\n{source.fingerprint}\n{self._function}"
-        keeps = bool(version) and len(source) >= KEPT_FROM_SAMPLES
+        key = f"filtered\n{source.fingerprint}\n{source.content_mark}\n{self._function}"
+        keeps = bool(version) and source.content_mark is not None and len(source) >= KEPT_FROM_SAMPLES
         parts = [
             PartToCount(f"{key}\n{shard}", lambda shard=shard: self._count(shard), keep=keeps)  # type: ignore[misc]
             for shard in range(len(source.counts))
@@ -63,6 +68,11 @@ class Filtered(ShardedData):
     def identity(self) -> object:
         """The source's, and the function's name and version."""
         return ["filtered", self._source.fingerprint, self._function]
+
+    @property
+    def content_mark(self) -> str | None:
+        """The source's."""
+        return self._source.content_mark
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The kept samples in `runs`."""
@@ -101,9 +111,9 @@ def filtered(source: ShardedData, keep: Callable[[Any], bool], *, version: str =
     """The samples of the source for that `keep(sample)` is true.
 
     An epoch needs their number before it begins, so `keep` is called once for each sample of the source: a pass over
-    the data in each process. With a `version`, and 10,000 samples or more, processes share this pass, and the cache
-    folder (`$POLYTEMPO_CACHE`) keeps its result for the same data, the same functions by their names, and the same
-    version: give another version where a function changes.
+    the data in each process. With a `version`, and 10,000 samples or more of a source with a `content_mark`, as files
+    have, processes share this pass, and the cache folder (`$POLYTEMPO_CACHE`) keeps its result for the same data, the
+    same functions by their names, and the same version: give another version where a function changes.
 
     Errors: PT2606 where no sample is kept.
     """

@@ -28,6 +28,7 @@ from polytempo.data.streams.sources.stream_files import (
     Urls,
     find_files,
     is_compressed,
+    mark_of,
     opened,
 )
 
@@ -85,6 +86,11 @@ class MarkedFiles(ShardedData):
         for file, marks in zip(self.files, self.marks, strict=True):
             digest.update(f"{file.size} ".encode() + marks.samples + marks.offsets)
         return [self.reader, self._form, digest.hexdigest()]
+
+    @property
+    def content_mark(self) -> str | None:
+        """The states of the files."""
+        return mark_of(self.files)
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Raw]:
         """The samples in `runs`: each run is looked for from the last mark before it, or from the run before."""

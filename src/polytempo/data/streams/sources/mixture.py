@@ -43,6 +43,12 @@ class Mixture(ShardedData):
         """The sources', their weights and `stop`."""
         return ["mixture", [source.fingerprint for source in self._sources], self._weights, self._stop]
 
+    @property
+    def content_mark(self) -> str | None:
+        """The sources'."""
+        marks = [source.content_mark for source in self._sources]
+        return None if None in marks else "\n".join(map(str, marks))
+
     def of_epoch(self, epoch: int) -> Self:
         """The same mixture of the samples that have their turn in `epoch`."""
         other = copy(self)

@@ -96,11 +96,12 @@ class Packed(ShardedData):
             raise ValueError(f"length is {length}; a sequence has at least two tokens")
         self._source, self._length, self._column, self._pad = source, length, column, pad
         self.reading = source.reading
+        keep = source.content_mark is not None and len(source) >= KEPT_FROM_SAMPLES
         parts = [
             PartToCount(
-                f"packed\n{source.fingerprint}\n{shard}\n{column!r}\n{length}",
+                f"packed\n{source.fingerprint}\n{source.content_mark}\n{shard}\n{column!r}\n{length}",
                 lambda shard=shard: self._plan(shard),  # type: ignore[misc]
-                keep=len(source) >= KEPT_FROM_SAMPLES,
+                keep=keep,
             )
             for shard in range(len(source.counts))
         ]
@@ -116,6 +117,11 @@ class Packed(ShardedData):
     def identity(self) -> object:
         """The source's, and the form of the sequences."""
         return ["packed", self._source.fingerprint, self._length, self._column, self._pad]
+
+    @property
+    def content_mark(self) -> str | None:
+        """The source's."""
+        return self._source.content_mark
 
     @cached_property
     def num_tokens(self) -> int:
@@ -224,7 +230,8 @@ def packed(source: ShardedData, length: int, *, column: str | int | None = None,
     token depends on the lengths alone.
 
     Cost: one pass over the source, through its functions, to learn the lengths; the cache folder (`$POLYTEMPO_CACHE`)
-    keeps them for a source of 10,000 documents or more, and processes share the pass. Reading holds the documents of
+    keeps them for 10,000 documents or more of a source with a `content_mark`, as files have, and processes share the
+    pass. Reading holds the documents of
     one block.
 
     Errors: `Incompatible`, a ValueError with a code: PT2605 (no such column), PT2606 (no tokens), PT2610 (a document

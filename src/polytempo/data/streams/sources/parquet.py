@@ -20,7 +20,15 @@ from polytempo.data.streams.sharded_data import ShardedData
 from polytempo.data.streams.sources.arrow_rows import arrow_rows
 from polytempo.data.streams.sources.kept_index import KEPT_FROM_BYTES, PartToCount, counted
 from polytempo.data.streams.sources.sample_values import Fields, check_columns, fields, single
-from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, is_compressed, library, opened
+from polytempo.data.streams.sources.stream_files import (
+    StreamFile,
+    Urls,
+    find_files,
+    is_compressed,
+    library,
+    mark_of,
+    opened,
+)
 
 ROWS_AT_ONCE = 1024
 HELD_BYTES = 1 << 28
@@ -46,7 +54,7 @@ class Parquet(ShardedData):
         library("pyarrow.parquet", "parquet", "parquet")
         self._columns = list(columns or single(as_tuple or ())) or None
         self._as_tuple = None if as_tuple is None else tuple(as_tuple)
-        files = find_files(urls)
+        files = self._files = find_files(urls)
         self._held: OrderedDict[StreamFile, Any] = OrderedDict()
         """Parsed footers, the last used one at the end."""
         self._held_bytes = 0
@@ -72,6 +80,11 @@ class Parquet(ShardedData):
     def identity(self) -> object:
         """The columns, and hashes of the footers: not the place of the files, which may be moved."""
         return ["parquet", self._columns, self._as_tuple, [footer.digest for footer in self._footers]]
+
+    @property
+    def content_mark(self) -> str | None:
+        """The states of the files."""
+        return mark_of(self._files)
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[dict[str, Any]]:
         """The rows in `runs`; the row group is read up to the last of them, and rows between runs are not converted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import io
 import lzma
 import re
@@ -49,6 +50,13 @@ class StreamFile(NamedTuple):
     def name(self) -> str:
         """The name without the folder, which is another one after the data were moved."""
         return self.url.rpartition("/")[2]
+
+
+def mark_of(files: Sequence[StreamFile]) -> str | None:
+    """A hash of the files' names and states; None where the filesystem has no state of one."""
+    if not all(file.tag for file in files):
+        return None
+    return hashlib.sha256(repr([tuple(file) for file in files]).encode()).hexdigest()
 
 
 def find_files(urls: Urls) -> list[StreamFile]:

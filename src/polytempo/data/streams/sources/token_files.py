@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.streams.sharded_data import ShardedData
-from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, opened
+from polytempo.data.streams.sources.stream_files import StreamFile, Urls, find_files, mark_of, opened
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -41,6 +41,11 @@ class Tokens(ShardedData):
     def identity(self) -> object:
         """The length, and the form of each file: not its place, which may be moved."""
         return ["tokens", self._length, [(array.size, str(array.dtype)) for array in self._arrays]]
+
+    @property
+    def content_mark(self) -> str | None:
+        """The states of the files."""
+        return mark_of(self._files)
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """The sequences in `runs`; each run is one read."""
