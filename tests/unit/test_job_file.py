@@ -240,7 +240,8 @@ def test_init_writes_a_job_that_trains_a_table(
     said, _ = asked(capsys, "init", str(tmp_path / "t.csv"), "--target", target, "--out", str(made), "--epochs", "1")
     assert len(reads) == 1
     learns = f"{made}: 32 samples to learn from, 8 to measure with\npolytempo train {made} --workers 2\n"
-    kind = {"kind": "2 classes: a, b", "colour": "2 classes: blue, red", "price": "a number"}[target]
+    number = "a number, in the loss less its mean, over its deviation"
+    kind = {"kind": "2 classes: a, b", "colour": "2 classes: blue, red", "price": number}[target]
     assert said == f"predicted: {target}, {kind}\n{learns}"
     assert model in made.read_text()
     assert f'loss = "{loss}"' in made.read_text()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import polytempo as pt
+from command_output import asking
 from polytempo.data.plan import permutation
 from polytempo.training.observe.trained_model import TrainedModel
 
+asked = asking()
 ROWS = [
     {"size": str(n % 7 - 2), "colour": ("red", "blue")[n % 3 > 0], "kind": "ab"[n % 2], "price": str(n)}
     for n in range(40)
@@ -51,7 +55,13 @@ def trained(folder: Path, data: Path | None = None, **parts: Any) -> TrainedMode
     [("csv_classes", "kind", "cross_entropy", 4, 2), ("csv_regression", "price", "mse_loss", 5, 1)],
 )
 def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
-    reader: str, target: str, loss: str, inputs: int, outputs: int, tmp_path: Path
+    reader: str,
+    target: str,
+    loss: str,
+    inputs: int,
+    outputs: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     table(tmp_path / "table.csv", ROWS)
     net = f'call = "perceptron", inputs = {inputs}, outputs = {outputs}, hidden = [4]'
@@ -67,16 +77,28 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "few.csv")
     assert model.score(tmp_path / "whole.csv").loss > 0
+    assert torch.equal(model.predict(tmp_path / "outputs.npy", tmp_path / "whole.csv"), whole)
+    np.testing.assert_array_equal(np.load(tmp_path / "outputs.npy"), whole.numpy())
     model.predict(tmp_path / "outputs.csv", tmp_path / "whole.csv")
     header, *rows = (tmp_path / "outputs.csv").read_text().splitlines()
     found = torch.tensor([[float(cell) for cell in row.split(",")[1:]] for row in rows])
+    torch.testing.assert_close(found, whole)
+    split = pt.data.csv_classes(tmp_path / "table.csv", "kind") if target == "kind" else None
+    split = split or pt.data.csv_regression(tmp_path / "table.csv", "price")
+    with torch.no_grad():
+        own = model.model(split.test.tensors[0])
     if target == "kind":
-        assert header == "sample,a,b"
-        torch.testing.assert_close(found, whole)
+        assert (header, model.score().target) == ("sample,a,b", None)
+        torch.testing.assert_close(model.outputs(), own)
         return
-    assert header == "sample,price"
     prices = torch.tensor([float(ROWS[row]["price"]) for row in order[:32]])
-    torch.testing.assert_close(found, whole * prices.std(correction=0) + prices.mean())
+    mean, deviation = prices.mean().item(), prices.std(correction=0).item()
+    assert (header, model.score().target) == ("sample,price", ("price", pytest.approx(mean), pytest.approx(deviation)))
+    torch.testing.assert_close(model.outputs(), own * deviation + mean)
+    said, _ = asked(capsys, "evaluate", str(tmp_path / "run"), "--job", str(tmp_path / "job.toml"))
+    assert said.splitlines()[1] == f"loss and metrics: of price less {mean:.6g}, over {deviation:.6g}"
+    said, _ = asked(capsys, "evaluate", str(tmp_path / "run"), "--job", str(tmp_path / "job.toml"), "--json")
+    assert json.loads(said)["target"]["name"] == "price"
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ def _table(asked: InitOptions, files: Path) -> DataFacts:
         )
     split = (classes_of if are_classes else numbers_of)(table, target)
     data = PartCall("csv_classes" if are_classes else "csv_regression", {"path": _path(asked), "target": target})
-    about = f"{_about(asked, target)}, {_listed(different) if are_classes else 'a number'}"
+    kind = _listed(different) if are_classes else "a number, in the loss less its mean, over its deviation"
+    about = f"{_about(asked, target)}, {kind}"
     outputs = len(different) if are_classes else 1
     return DataFacts(data, split.train.tensors[0].shape[1], outputs, are_classes, about, split)
 

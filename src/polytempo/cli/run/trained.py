@@ -23,10 +23,14 @@ def evaluate(asked: EvaluateOptions) -> None:
         score = trained.score(asked.data, None if bits is None else parse_precision(bits["dtype"]))
     saved = trained.saved
     if asked.json:
-        show_json({"run": asked.run, "job": trained.job.name, "step": saved.step, **score._asdict()})
+        unit = None if score.target is None else score.target._asdict()
+        show_json({"run": asked.run, "job": trained.job.name, "step": saved.step, **score._asdict(), "target": unit})
         return
     accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
     print(f"step {saved.step}: loss {score.loss:.4f}{accuracy}")
+    if score.target is not None:
+        name, mean, deviation = score.target
+        print(f"loss and metrics: of {name} less {mean:,.6g}, over {deviation:,.6g}")
 
 
 def predict(asked: PredictOptions) -> None:

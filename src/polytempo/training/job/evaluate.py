@@ -38,6 +38,14 @@ _FEWEST = 8
 """Samples that are worth a rank's while: many ranks leave a small test set to the first few."""
 
 
+class StandardizedTarget(NamedTuple):
+    """A column of numbers that a model learns less its mean, over its deviation."""
+
+    name: str
+    mean: float
+    deviation: float
+
+
 class Score(NamedTuple):
     """Means over the test set."""
 
@@ -45,6 +53,8 @@ class Score(NamedTuple):
     accuracy: float | None
     metrics: Mapping[str, float] = MappingProxyType({})
     """The job's `metrics`, by name."""
+    target: StandardizedTarget | None = None
+    """The unit of loss and metrics, where `score` of a trained model knows it."""
 
     def row(self) -> dict[str, float | None]:
         """Entries of a row about the test set."""

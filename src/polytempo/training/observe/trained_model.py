@@ -33,7 +33,7 @@ from polytempo.spec.objective import output_of, pair_of
 from polytempo.spec.precision import Precision
 from polytempo.spec.run_options import RunOptions
 from polytempo.strategies import sync_sgd
-from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.job.evaluate import Evaluation, Score, StandardizedTarget, tensors_of
 from polytempo.training.job.sample_batches import SampleBatches
 from polytempo.training.model.run_device import beside, run_device, with_loss_on
 from polytempo.training.observe.saved_model import run_of
@@ -61,19 +61,23 @@ class TrainedModel(NamedTuple):
         tested = self._tested(data)
         if data is not None and self._unseen is not None and _is_unknown(tested):
             raise ValueError(f"{data} has no targets, so there is nothing to measure; `predict` writes the outputs")
-        return Evaluation(self.job, self.model, tested, precision).score(tensors_of(self.model))
+        score = Evaluation(self.job, self.model, tested, precision).score(tensors_of(self.model))
+        return score._replace(target=_target(tested.test))
 
     def outputs(self, data: Path | None = None) -> Tensor:
         """The model's outputs (samples, …) for the test set of `score`, in its order, on the host.
 
+        A number that is predicted is in the unit of its table (`csv_regression`), not in that of `model`, which is less
+        the column's mean, over its deviation.
+
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """
-        return torch.cat(list(self._batches(self._tested(data))))
+        return self._outputs(self._tested(data))
 
     def predict(self, file: Place, data: Path | None = None) -> Tensor:
         """Write `outputs(data)` as a table, and return them; see `write_outputs`."""
         tested = self._tested(data)
-        outputs = torch.cat(list(self._batches(tested)))
+        outputs = self._outputs(tested)
         write_outputs(outputs, file, tested.test)
         return outputs
 
@@ -104,6 +108,13 @@ class TrainedModel(NamedTuple):
             content = _safetensors(whole) if form == "safetensors" else _torch(whole.model)
         files.replace(out, content)
         return out
+
+    def _outputs(self, data: Data) -> Tensor:
+        outputs = torch.cat(list(self._batches(data)))
+        target = _target(data.test)
+        if target is None or outputs[:1].numel() != 1:
+            return outputs
+        return (outputs.double() * target.deviation + target.mean).to(outputs.dtype)
 
     def _batches(self, data: Data) -> Iterator[Tensor]:
         test = SampleBatches(data.test, data.collate, "a test set")
@@ -157,11 +168,17 @@ def _is_unknown(data: Data) -> bool:
     return target.numel() == 1 and (target.item() == -100 or isnan(target.item()))
 
 
+def _target(samples: object) -> StandardizedTarget | None:
+    """The column of numbers that `csv_regression` has standardised; None for other samples."""
+    names, units = getattr(samples, "outputs", None), getattr(samples, "units", None)
+    return StandardizedTarget(names[0], *units) if _are(names, str, 1) and _are(units, float, 2) else None
+
+
 def write_outputs(outputs: Tensor, file: Place, samples: object = None) -> None:
     """Outputs as a table: one row for each sample, *.csv with a header, or *.npy with the outputs' shape and dtype.
 
-    Columns of *.csv are named as the classes of `samples`, or as the number that is predicted, which is then in the
-    unit of its table, where their reader knows these (`csv_classes`, `csv_regression`, `images`).
+    Columns of *.csv are named as the classes of `samples`, or as the number that is predicted, where their reader knows
+    these (`csv_classes`, `csv_regression`, `images`).
     """
     if file.name.endswith(".npy"):
         np.save(stream := BytesIO(), outputs.cpu().numpy())
@@ -172,8 +189,6 @@ def write_outputs(outputs: Tensor, file: Place, samples: object = None) -> None:
     names: Any = getattr(samples, "outputs", getattr(samples, "classes", ()))
     if not _are(names, str, rows.shape[1]):
         names = [f"output_{number}" for number in range(rows.shape[1])]
-    elif _are(units := getattr(samples, "units", None), float, 2):
-        rows = rows * units[1] + units[0]
     table = csv.writer(text := StringIO(newline=""), lineterminator="\n")
     table.writerow(["sample", *names])
     table.writerows([number, *(format(value, form) for value in row)] for number, row in enumerate(rows.tolist()))
