@@ -28,6 +28,7 @@ CHAPTERS = {
     "PT27": "Loops of other libraries",
     "PT28": "Codecs",
     "PT29": "Object stores",
+    "PT30": "Files",
 }
 HEAD = """# Refusals
 

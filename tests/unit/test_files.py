@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,12 +176,30 @@ def test_json_that_no_run_has_written_is_refused_by_name(tmp_path: Path, content
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.ENOSPC, "full"), "free space"),
+        (
+            OSError(errno.ENOSPC, "full"),
+            "PT3001: {path} cannot be written: 7 of 1,000 bytes of its disk are free; free space",
+        ),
+        (
+            OSError(errno.EDQUOT, "full"),
+            "PT3001: {path} cannot be written: your share of its disk is used up; free space",
+        ),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "free space"),
         (OSError(errno.EACCES, "denied"), "let this process write"),
         (RuntimeError("Read-only file system (os error 30)"), "let this process write"),
         (ConnectionResetError(errno.ECONNRESET, "reset"), "answers"),
     ],
 )
-def test_a_failed_write_has_the_remedy_of_its_cause(error: Exception, remedy: str) -> None:
-    assert remedy in files.remedy(error)
+def test_a_failed_write_has_the_remedy_of_its_cause(
+    error: Exception, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(free=7, total=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda at: disk if at == tmp_path else None)
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert remedy.format(path=path) in files.problem(error, path)
+
+
+def test_a_full_disk_has_its_remedy_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="PT3001") as caught, files.named(tmp_path):
+        raise OSError(errno.ENOSPC, "full")
+    assert files.problem(caught.value, tmp_path).count("PT3001") == 1

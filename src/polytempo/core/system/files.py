@@ -22,6 +22,7 @@ from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from polytempo.core.calls.refusals import refusal_of
 from polytempo.core.system.descriptors import open_descriptor
 from polytempo.core.system.url_path import P, Place, UrlPath
 
@@ -82,14 +83,41 @@ def replace(path: Place, content: str | bytes) -> None:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
-def remedy(error: Exception) -> str:
-    """The remedy of a write that failed with `error`. Others than OSError have its number in their text."""
+def problem(error: Exception, path: Place) -> str:
+    """The cause and the remedy of a write to `path` that failed with `error`; a full disk has a code."""
+    number = _number(error)
+    return f"{os.strerror(number) if number in FULL else error}; {remedy(error, path)}"
+
+
+def remedy(error: Exception, path: Place) -> str:
+    """The remedy of a write to `path` that failed with `error`."""
+    number = _number(error)
+    if number in _LOCKED:
+        return "let this process write there"
+    if number not in FULL:
+        return "see that it answers"
+    row = refusal_of({"file", "full disk"})
+    assert row is not None
+    return f"{row.code}: {row.why}; {row.remedy}".format(path=path, room=_room(path, number))
+
+
+def _number(error: Exception) -> int:
+    """The number of an OSError; others have it in their text, or are 0."""
     number = getattr(error, "errno", None)
     if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])
-    if number in _LOCKED:
-        return "let this process write there"
-    return "free space there" if number in FULL else "see that it answers"
+    return number or 0
+
+
+def _room(path: Place, number: int) -> str:
+    """The free bytes of the disk of `path`, where a write failed with this number."""
+    if number == errno.EDQUOT:
+        return "your share of its disk is used up"
+    if isinstance(path, Path):
+        with suppress(OSError):
+            disk = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists()))
+            return f"{disk.free:,} of {disk.total:,} bytes of its disk are free"
+    return "its disk is full"
 
 
 @contextmanager
@@ -100,7 +128,7 @@ def named(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        then = f"; {remedy(error)}, then go on with --resume" if error.errno in FULL else ""
+        then = f"; {remedy(error, path)}, then go on with --resume" if error.errno in FULL else ""
         raise OSError(error.errno, f"{os.strerror(error.errno)}{then}", str(path)) from error
 
 

@@ -54,7 +54,7 @@ class EventLog:
             before = b"" if fresh or not path.exists() else files.read(path, files.MAX_JSON_BYTES)
             self._lines = LineFile(path, before[: before.rfind(b"\n") + 1])
         except OSError as error:
-            print(f"note: {path} has no records: {error}; {files.remedy(error)}", file=sys.stderr)
+            print(f"note: {path} has no records: {files.problem(error, path)}", file=sys.stderr)
 
     def append(self, record: StreamRecord) -> None:
         """Append one record. ValueError for entries that readers refuse."""

@@ -60,9 +60,9 @@ class LineFile:
         except OSError as error:
             if not self._noted:
                 self._noted = True
-                said = f"{self._path} lacks lines that could not be written: {error.strerror or error}"
+                said = f"{self._path} lacks lines that could not be written: {files.problem(error, self._path)}"
                 with suppress(OSError):  # the log may be on the same disk
-                    print(f"note: {said}; {files.remedy(error)}; the run goes on", file=sys.stderr, flush=True)
+                    print(f"note: {said}; the run goes on", file=sys.stderr, flush=True)
 
 
 def _append_whole(stream: BinaryIO, path: Path, line: bytes) -> None:

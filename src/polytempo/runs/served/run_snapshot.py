@@ -368,7 +368,8 @@ class SnapshotSaves:
             write_run_snapshot(self._folder, run_snapshot)
         except OSError as error:
             raise PolytempoError(
-                f"cannot write to {self._folder} ({error}); {files.remedy(error)}, then resume from the last snapshot"
+                f"cannot write to {self._folder}: {files.problem(error, self._folder)}, then resume from the last "
+                "snapshot"
             ) from error
         return run_snapshot
 

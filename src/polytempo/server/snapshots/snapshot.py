@@ -107,7 +107,7 @@ def write(
             with suppress(OSError):
                 disk.remove(path)
         raise SnapshotError(
-            f"cannot write {file}: {error}; {files.remedy(error)}, or choose another folder. Earlier snapshots are "
+            f"cannot write {file}: {files.problem(error, file)}, or choose another folder. Earlier snapshots are "
             "untouched."
         ) from error
     with suppress(OSError):  # an old part that cannot be removed does no harm; the next write tries again

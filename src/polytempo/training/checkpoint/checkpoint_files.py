@@ -110,7 +110,7 @@ def write_part(root: Place, step: int, rank: int, part: CheckpointPart) -> str:
         with suppress(OSError):
             file.unlink()
         raise CheckpointError(
-            f"cannot write {file}: {error}; {files.remedy(error)}, or choose another folder. {still_there(root)}"
+            f"cannot write {file}: {files.problem(error, file)}, or choose another folder. {still_there(root)}"
         ) from error
 
 

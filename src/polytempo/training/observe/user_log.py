@@ -92,7 +92,7 @@ class UserLog:
             files.made(self._out / IMAGES)
             files.replace(self._out / path, png(pixels))
         except OSError as error:
-            self._note(f"{name}: the picture of step {at} is not written: {error}; {files.remedy(error)}")
+            self._note(f"{name}: the picture of step {at} is not written: {files.problem(error, self._out / path)}")
             return
         self._write(LoggedImage(name=name, step=at, path=path, worker=self._worker))
 
