@@ -230,7 +230,8 @@ def _model(asked: InitOptions, facts: DataFacts) -> PartCall:
         return PartCall("timm:create_model", given)
     if asked.model.arguments:
         raise ValueError(f"--model {asked.model.text}: give a name or a folder alone; its configuration has the rest")
-    return PartCall("from_transformers", {"name": name, "outputs": facts.outputs})
+    found = str(Path(name).resolve()) if Path(name).is_dir() else name  # the job may be run in another folder
+    return PartCall("from_transformers", {"name": found, "outputs": facts.outputs})
 
 
 def _path(asked: InitOptions, given: str | None = None) -> str:
