@@ -75,8 +75,29 @@ def test_both_worlds_log_the_same_numbers(strategy: pt.Strategy, tmp_path: Path)
     for name, train in (("virtual", pt.simulate), ("real", pt.run)):
         train(job, strategy, 2, steps=3, threads=1, out=tmp_path / name)
     (steps, virtual), (_, real) = (zip(*numbers_in(tmp_path / name), strict=True) for name in ("virtual", "real"))
-    assert steps == (0, 1, 2)
+    assert steps == (1, 2, 3)
     assert virtual == pytest.approx(real, rel=1e-5)
+
+
+@pytest.mark.parametrize("after", [4, 5])
+def test_a_resumed_job_logs_each_step_once(after: int, tmp_path: Path) -> None:
+    """The run fails in the loss of a step, behind its log, with a checkpoint of step 3."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found = nn.functional.cross_entropy(output, target)
+        if torch.is_grad_enabled():
+            pt.log(own=found)
+        if (tmp_path / "metrics.jsonl").exists() and after in dict(numbers_in(tmp_path)) and not resumed:
+            raise RuntimeError("no more")
+        return found
+
+    job, resumed = replace(find("digits"), loss=loss), []
+    options: dict[str, Any] = {"steps": 6, "checkpoint_every": 3, "out": tmp_path}
+    with pytest.raises(pt.errors.JobFailed, match="no more"):
+        pt.Trainer(job, s.sync_sgd(), **options).fit()
+    resumed.append(True)
+    pt.Trainer(job, s.sync_sgd(), resume=True, **options).fit()
+    assert [step for step, _ in numbers_in(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("strategy", [s.gpipe(stages=2), s.ddg(stages=2)], ids=lambda strategy: strategy.schedule.name)

@@ -50,7 +50,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     """
     record = context.record if port.rank == 0 and context.options.out is not None else None
     unwritten = unwritten_at(port) if context.options.out is not None else ""
-    log = UserLog(record, context.options.out, lambda: context.replica.step, unwritten=unwritten)
+    log = UserLog(record, context.options.out, lambda: context.replica.step + 1, unwritten=unwritten)
     try:
         return await _trained(port, context, log)
     finally:

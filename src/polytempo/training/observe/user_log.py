@@ -44,7 +44,7 @@ class UserLog:
     """Checks the user's values, and hands their rows to `record`, if this process writes.
 
     `record`: None on ranks that write nothing, and in a run without a folder; then values are checked and dropped.
-    `step()` is the step of a call without one. `worker`: with a parameter server. `unwritten`: why this process does
+    `step()` is the step of a call without one, such as the step under way. `worker`: with a parameter server. `unwritten`: why this process does
     not write, for a note at the first call.
     """
 
@@ -205,7 +205,8 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 
     They are records `log` of the run's stream (`metrics.jsonl`), and curves on its page, in `polytempo ui` and in
     trackers. In a job's functions, and in a loop around `attach(…, out=…)`. `values`: a dict, for names that are not
-    Python's. `step`: by default the number of steps so far.
+    Python's. `step`: by default the number of steps so far; in a job's functions that of the step under way, from 1, as
+    in rows of training, so a resumed run has each once.
 
     Rank 0's values are written, because ranks do not wait for each other here; take a mean over ranks first where you
     need it. With a parameter server each worker's are, with its number; in a pipeline the first stage's rank writes,

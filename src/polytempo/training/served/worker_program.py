@@ -202,13 +202,14 @@ class _TicketWorker:
         self._end_s = 0.0
         self._meter = Meter(0, 0.0)
         self._rows: list[bytes] = []
+        self._step_under_way = 1
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
         self._record = context.record or (lambda row: self._rows.append(json.dumps(row).encode()))
         self._exchanges = RowExchanges(client.worker)
         record = None if context.out is None else self._record
-        self.log = UserLog(record, context.out, self._finished, client.worker)
+        self.log = UserLog(record, context.out, lambda: self._step_under_way, client.worker)
         """Takes the values that the job's functions log."""
 
     @property
@@ -250,6 +251,7 @@ class _TicketWorker:
     async def _step(self, ticket: Ticket) -> None:
         port = self._port
         await port.mark(self._steps)
+        self._step_under_way = self.served.step_of(ticket) + 1
         if not self._steps:
             self._exchanges.begin(self.served.step_of(ticket))
         if self._context.stage is None:
