@@ -44,8 +44,8 @@ class UserLog:
     """Checks the user's values, and hands their rows to `record`, if this process writes.
 
     `record`: None on ranks that write nothing, and in a run without a folder; then values are checked and dropped.
-    `step()` is the step of a call without one, such as the step under way. `worker`: with a parameter server. `unwritten`: why this process does
-    not write, for a note at the first call.
+    `step()` is the step of a call without one, such as the step under way. `worker`: with a parameter server.
+    `unwritten`: why this process does not write, for a note at the first call.
     """
 
     def __init__(
