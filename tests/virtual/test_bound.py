@@ -11,7 +11,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.cluster import Link
-from polytempo.planner.bound_price import with_price
+from polytempo.planner.bound_price import reported_with_price, with_price
 from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.runs import load_run
 from virtual.test_slow_rank import factor, job
@@ -77,6 +77,19 @@ def test_the_planner_prices_the_change(
     assert found["bound"]["text"].endswith(f"Priced on this cluster: {priced:.2f} times the samples per second.")
     changed = pt.simulate(job(), tried.get("strategy", strategy), tried.get("workers", 4), cluster, steps=12)
     assert changed.samples_per_s / result.samples_per_s == pytest.approx(priced, rel=0.02)
+
+
+def test_the_price_is_in_the_result_and_on_the_page(tmp_path: Path) -> None:
+    cluster = replace(pt.cluster.ethernet(), flops_per_s=1e7, network=FAST)
+    result = pt.simulate(job(), s.sync_sgd(), 4, cluster, steps=12, out=tmp_path)
+    found = reported_with_price(result, job(), None, cluster, tmp_path)
+    assert found.bound is not None
+    assert found.bound == with_price(result.as_json(), job(), None, cluster)["bound"] != result.bound
+    assert load_run(tmp_path).result["bound"] == found.bound
+    assert found.bound["text"] in (tmp_path / "report.html").read_text()
+    assert with_price(found.as_json(), job(), None, cluster)["bound"] == found.bound, "no second price"
+    unpriced = replace(result, bound=None)
+    assert reported_with_price(unpriced, job(), None, cluster, tmp_path) is unpriced
 
 
 def test_runs_without_values_have_a_bound_too() -> None:

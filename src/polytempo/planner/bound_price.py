@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polytempo.cluster import Cluster
+from polytempo.core.system.folder_lock import held
+from polytempo.core.system.url_path import Place
 from polytempo.planner.run_price import Pricer
 from polytempo.planner.search_space import PlannedRun
+from polytempo.runs.frame.run_page import reported
 from polytempo.spec.job import Job
+from polytempo.spec.result import Result
 
+_PRICED = " Priced on this cluster:"
 _MOST_WORKERS = 1024
 """Larger simulations take too long for a sentence."""
 
 
 def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Cluster) -> dict[str, Any]:
     """The figures of a run, real or simulated, with the price of the change in `bound`: `priced`, samples per second on
-    `cluster` over the present ones there.
+    `cluster` over the present ones there. An earlier price is replaced.
 
     Unchanged where no plan tries the change, or a price cannot be found. Cost: the job's data once more, and two priced
     simulations, some 0.1 s.
@@ -27,8 +33,20 @@ def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Clu
     gain = priced_gain(result, bound["tried"], job, data, cluster)
     if gain is None:
         return result
-    text = f"{bound['text']} Priced on this cluster: {gain:.2f} times the samples per second."
+    text = f"{bound['text'].partition(_PRICED)[0]}{_PRICED} {gain:.2f} times the samples per second."
     return result | {"bound": bound | {"priced": gain, "text": text}}
+
+
+def reported_with_price(result: Result, job: Job, data: Path | None, cluster: Cluster, out: Place | None) -> Result:
+    """The result with the price (see `with_price`), which the result and the page in the run's folder have, too."""
+    bound = with_price(result.as_json(), job, data, cluster)["bound"]
+    if bound == result.bound:
+        return result
+    priced = replace(result, bound=bound)
+    if out is None:
+        return priced
+    with held(out):
+        return reported(priced, out)
 
 
 def priced_gain(

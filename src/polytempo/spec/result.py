@@ -89,8 +89,8 @@ class Result:
 
     bound: dict[str, Any] | None = None
     """The part of a step that bounds the run (see `diagnosis.bound`): its `kind` and `share` of a step, the first
-    `change` to try with its `gain` at best, all in one sentence (`text`), the seconds of a step (`values`), and the
-    change as values of a planned run (`tried`).
+    `change` to try with its `gain` at best, all in one sentence (`text`), the seconds of a step (`values`), the
+    change as values of a planned run (`tried`), and on the command line with `--cluster` its price there (`priced`).
     None for an elastic run, and where nothing was measured."""
     diagnoses: list[dict[str, Any]] | None = None
     """Ranks, or workers, that were found slow: `who`, `rank`, `text`, `values`. None where ranks were not compared."""

@@ -12,7 +12,7 @@ from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.cluster import Cluster
 from polytempo.device import HOST, accelerator_kind
-from polytempo.planner.bound_price import with_price
+from polytempo.planner.bound_price import reported_with_price
 from polytempo.report.status.progress import Progress
 from polytempo.runs.simulated.simulate import default_cluster
 from polytempo.runs.simulated.simulate import simulate as simulated
@@ -42,9 +42,9 @@ def simulate(request: RunRequest) -> None:
             batched=command.batched,
             progress=Progress(),
         )
-    figures = result.as_json()
     if command.cluster is not None:
-        figures = with_price(figures, job, taken.data, cluster)
+        result = reported_with_price(result, job, taken.data, cluster, taken.out)
+    figures = result.as_json()
     (show_json if command.json else show_result)(figures)
     if say_unreached([figures]):
         raise typer.Exit(1)

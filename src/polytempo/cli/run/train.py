@@ -9,7 +9,7 @@ from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.device import HOST
 from polytempo.engines.engine import parse_engine
-from polytempo.planner.bound_price import with_price
+from polytempo.planner.bound_price import reported_with_price
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.available_program import AvailableProgram
 from polytempo.runs.run import join, run
@@ -50,10 +50,10 @@ def train(request: RunRequest) -> None:
             finally:
                 if available is not None:
                     available.close()
-    figures = result.as_json()
     if first and cluster is not None and taken.out is not None:
         device = HOST.type if device_of(taken.out) == HOST.type else taken.device
-        figures = with_price(figures, job, taken.data, on_asked_device(cluster, device))
+        result = reported_with_price(result, job, taken.data, on_asked_device(cluster, device), taken.out)
+    figures = result.as_json()
     if first:
         (show_json if command.json else show_result)(figures)
     if say_unreached([figures] if first else []):
