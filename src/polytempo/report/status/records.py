@@ -97,7 +97,7 @@ class ExchangedOp(msgspec.Struct, frozen=True):
 
     count: _Count
     bytes: _Count
-    """Bytes that the row's rank has sent in them."""
+    """Bytes that the row's rank has sent in them; of a bucket's `get` received."""
     seconds: Number
     """The sum of their durations: they overlap with computing, and with each other."""
 
@@ -112,7 +112,8 @@ class ExchangeRow(_Record, frozen=True, kw_only=True, tag="exchange"):
     waited_s: Number
     """Seconds that the rank waited for other ranks meanwhile."""
     ops: Annotated[dict[_Name, ExchangedOp], msgspec.Meta(max_length=100)]
-    """Totals by operation, as the trace names them: `all_reduce`, `send`; with a server `post` and `take`."""
+    """Totals by operation, as the trace names them: `all_reduce`, `send`; with a server `post` and `take`, in a bucket
+    `put` and `get`."""
     worker: _Count | None = None
 
 

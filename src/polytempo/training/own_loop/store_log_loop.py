@@ -148,7 +148,7 @@ class LogLoop:
 
     def _answered(self) -> Tensor:
         """The parameters that this worker goes on from, once its push is in them."""
-        clock, looks = self._rounds.store.clock, PatientLooks(self._rounds.store.clock)
+        clock, looks = self._rounds.store.clock, PatientLooks(self._rounds.store)
         from_s = since_s = clock.now()
         while self._answer is None:
             now_s = clock.now()
@@ -280,7 +280,7 @@ class LogLoop:
 
     def _load(self) -> None:
         """Go on from the newest state, if there is one, and read the log to its end."""
-        looks, until_s = PatientLooks(self._rounds.store.clock), self._rounds.store.clock.now() + self._rounds.timeout_s
+        looks, until_s = PatientLooks(self._rounds.store), self._rounds.store.clock.now() + self._rounds.timeout_s
         while True:
             if (found := self._log.newest()) is not None:
                 self._restore(found)

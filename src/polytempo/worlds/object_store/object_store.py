@@ -23,6 +23,7 @@ from torch import Tensor
 from polytempo.core.calls.refusals import refusal_of, refuse
 from polytempo.core.errors import PolytempoError
 from polytempo.worlds.object_store.objects import Objects
+from polytempo.worlds.trace import OpTotals
 
 T = TypeVar("T")
 
@@ -107,10 +108,21 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 class StoreRequests:
-    """StoreRequests and bytes of a worker so far, failed tries included."""
+    """Requests, bytes and seconds of a worker so far, failed tries included."""
 
     def __init__(self) -> None:
         self.puts = self.gets = self.sent_bytes = self.received_bytes = 0
+        self.seconds = dict.fromkeys(("create", "put", "get", "remove"), 0.0)
+
+    @property
+    def totals(self) -> dict[str, OpTotals]:
+        """Puts with the bytes that were sent, gets with those that were received, in the form of a trace."""
+        put_s = self.seconds["create"] + self.seconds["put"]
+        found = {
+            "put": OpTotals(self.puts, self.sent_bytes, put_s),
+            "get": OpTotals(self.gets, self.received_bytes, self.seconds["get"]),
+        }
+        return {op: each for op, each in found.items() if each.number}
 
 
 class ObjectStore:
@@ -122,6 +134,8 @@ class ObjectStore:
         self._objects, self.url, self._deadline_s = objects, url, deadline_s
         self.clock: StoreClock = SystemClock() if clock is None else clock
         self.requests = StoreRequests()
+        self.waits: Callable[[float], object] = lambda seconds: None
+        """Called after each pause in which this worker waited for another one."""
 
     def create(self, name: str, content: bytes, *, final: tuple[type[Exception], ...] = _FINAL) -> bool:
         """Put a new object; False where another content has the name. Idempotent: a lost answer does no harm.
@@ -191,17 +205,20 @@ class ObjectStore:
 
     def _tried(self, what: str, name: str, attempt: Callable[[], T], final: tuple[type[Exception], ...] = _FINAL) -> T:
         """The answer of the first try that succeeds. Each filesystem has errors of its own, so all are tried again."""
-        ends_s, pause_s = self.clock.now() + self._deadline_s, _FIRST_S
-        while True:
-            try:
-                return attempt()
-            except final as error:
-                self._fail(what, name, error)
-            except Exception as error:
-                if self.clock.now() + pause_s > ends_s:
+        began_s, pause_s = self.clock.now(), _FIRST_S
+        try:
+            while True:
+                try:
+                    return attempt()
+                except final as error:
                     self._fail(what, name, error)
-                self.clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_S)
+                except Exception as error:
+                    if self.clock.now() + pause_s > began_s + self._deadline_s:
+                        self._fail(what, name, error)
+                    self.clock.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_S)
+        finally:
+            self.requests.seconds[what] += self.clock.now() - began_s
 
     def _fail(self, what: str, name: str, error: Exception) -> None:
         said = f"{type(error).__name__}: {error}"
@@ -212,11 +229,12 @@ class ObjectStore:
 class PatientLooks:
     """Pauses between looks for an object that another worker puts."""
 
-    def __init__(self, clock: StoreClock, longest_s: float = _LONGEST_S) -> None:
-        self._clock, self._pause_s, self._longest_s = clock, _FIRST_S, longest_s
+    def __init__(self, store: ObjectStore) -> None:
+        self._store, self._pause_s = store, _FIRST_S
 
     def pause(self, until_s: float = float("inf")) -> None:
         """Wait a little, and longer each time; not past `until_s`."""
-        left_s = until_s - self._clock.now()
-        self._clock.sleep(max(0.001, min(self._pause_s, left_s)))
-        self._pause_s = min(1.5 * self._pause_s, self._longest_s)
+        began_s = self._store.clock.now()
+        self._store.clock.sleep(max(0.001, min(self._pause_s, until_s - began_s)))
+        self._store.waits(self._store.clock.now() - began_s)
+        self._pause_s = min(1.5 * self._pause_s, _LONGEST_S)

@@ -90,7 +90,7 @@ class StoreRounds:
 
         Worker 0 gives its own `state`, another one where it has not come within `wait_s`.
         """
-        store, looks = self.store, PatientLooks(self.store.clock)
+        store, looks = self.store, PatientLooks(self.store)
         from_s = store.clock.now()
         while store.get(f"{_place(0, 0, 0)}/decision") is None:
             if (start := store.get("start")) is not None:
@@ -167,7 +167,7 @@ class StoreRounds:
 
         `StoreFailed` (PT2907) where there is none.
         """
-        store, looks = self.store, PatientLooks(self.store.clock)
+        store, looks = self.store, PatientLooks(self.store)
         from_s = asked_s = store.clock.now()
         tokens: list[str] = []
         while True:
@@ -282,7 +282,7 @@ class StoreRounds:
 
     def _awaited(self, place: str, op: Collective[Any] | None) -> dict[str, Any]:
         """The decision: made here where this worker is the merger, or read."""
-        store, looks = self.store, PatientLooks(self.store.clock)
+        store, looks = self.store, PatientLooks(self.store)
         from_s, since_s, tried = store.clock.now(), store.clock.now(), 0
         if self._merger < 0:
             merges = self._create(self.round, f"{place}/merger-{tried}", packed({}, self._about()))
@@ -328,7 +328,7 @@ class StoreRounds:
     def _gathered(self, place: str, until_s: float) -> tuple[dict[int, StoredObject], list[int]]:
         """The parts of members, and the members that are missing when all others are there or the time is over."""
         parts, leaving = dict[int, StoredObject](), set[int]()
-        looks = PatientLooks(self.store.clock)
+        looks = PatientLooks(self.store)
         while True:
             for member in self.members:
                 if member in parts or member in leaving:

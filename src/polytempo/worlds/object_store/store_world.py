@@ -13,11 +13,12 @@ from typing import Any
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.op import Collective, Op, Recv, Send
 from polytempo.core.system.url_path import UrlPath
-from polytempo.worlds.object_store.object_store import ObjectStore, StoreFailed
+from polytempo.worlds.object_store.object_store import ObjectStore, StoreFailed, StoreRequests
 from polytempo.worlds.object_store.objects import objects_at
 from polytempo.worlds.object_store.rounds import StoreRounds
 from polytempo.worlds.process.process_world import ProcessWorld, set_current
 from polytempo.worlds.process.transport import Begun, Transport
+from polytempo.worlds.trace import OpTotals, Trace
 
 
 class StoreTransport(Transport):
@@ -57,6 +58,18 @@ class StoreTransport(Transport):
         return error
 
 
+class StoreTrace(Trace):
+    """The trace of a worker whose exchanges are requests of its store, in collectives and outside of them."""
+
+    def __init__(self, requests: StoreRequests) -> None:
+        super().__init__(timed=False)
+        self._requests = requests
+
+    def exchanged(self, rank: int) -> dict[str, OpTotals]:
+        """The requests so far: `put` and `get`."""
+        return self._requests.totals
+
+
 class StoreWorld(ProcessWorld):
     """Worker `rounds.worker` of `rounds.workers`; see `join_bucket`."""
 
@@ -66,6 +79,11 @@ class StoreWorld(ProcessWorld):
         self.parting: Callable[..., None] = rounds.leave
         """Tells the other workers that this one goes; `done`: with its work behind it."""
         self.transport = StoreTransport(rounds)
+        self.trace = StoreTrace(rounds.store.requests)
+        rounds.store.waits = self._waited
+
+    def _waited(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def leave(self) -> None:
         """Tell the other workers not to wait for this one. The end of the process does it, too."""
