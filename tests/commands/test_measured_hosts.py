@@ -131,8 +131,12 @@ def test_train_prices_the_change_that_its_bound_names(
 ) -> None:
     """The bound of the run, with the planner's price on the named cluster."""
     cluster = replace(pt.cluster.ethernet(), flops_per_s=1e7)
-    result = pt.simulate("digits", pt.strategies.sync_sgd(), 2, cluster, steps=4)
-    monkeypatch.setattr(train, "run", lambda *given, **more: result)
+
+    def simulated(out: Path | None) -> pt.Result:
+        return pt.simulate("digits", pt.strategies.sync_sgd(), 2, cluster, steps=4, out=out)
+
+    result = simulated(None)
+    monkeypatch.setattr(train, "run", lambda *given, **more: simulated(given[3].out))
     out, _ = asked(capsys, "train", "digits", "--cluster", written(tmp_path, HOST), "--out", str(tmp_path / "run"))
     assert result.bound is not None
     begin = f"{result.bound['text']} Priced on this cluster: "
@@ -141,5 +145,8 @@ def test_train_prices_the_change_that_its_bound_names(
     assert 1.5 < float(said.partition(begin)[2].split()[0]) < 2.1, (
         "computing is nearly all of a step: twice the workers"
     )
+    kept = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))["bound"]
+    assert kept["text"].startswith(begin)
+    assert kept["text"] in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     out, _ = asked(capsys, "train", "digits", "--out", str(tmp_path / "another"))
     assert "Priced" not in out
