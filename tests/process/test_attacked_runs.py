@@ -119,7 +119,7 @@ def test_a_launcher_that_is_killed_between_two_rows(kind: str, tmp_path: Path) -
     assert of_kind(after, RunFinished) == [RunFinished(state="finished")]
     if kind == "collective":
         logged = [each.step for each in of_kind(after, Logged)]
-        assert logged == list(range(1, steps + 1)), "each once, also the one that a resume begins with"
+        assert logged == list(range(1, steps + 1)), "each once, also where a resume begins"
 
 
 def may_mount() -> bool:

@@ -67,8 +67,8 @@ class TrainedModel(NamedTuple):
     def outputs(self, data: Path | None = None) -> Tensor:
         """The model's outputs (samples, …) for the test set of `score`, in its order, on the host.
 
-        A number that is predicted is in the unit of its table (`csv_regression`), not in that of `model`, which is less
-        the column's mean, over its deviation.
+        A predicted number is in the unit of its table (`csv_regression`); `model` answers less its mean, over its
+        deviation.
 
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """

@@ -205,8 +205,8 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 
     They are records `log` of the run's stream (`metrics.jsonl`), and curves on its page, in `polytempo ui` and in
     trackers. In a job's functions, and in a loop around `attach(…, out=…)`. `values`: a dict, for names that are not
-    Python's. `step`: by default the number of steps so far; in a job's functions that of the step under way, from 1, as
-    in rows of training, so a resumed run has each once.
+    Python's. `step`: by default the number of steps so far; in a job's functions the step under way counts, too,
+    as in rows of training, so a resumed run has each once.
 
     Rank 0's values are written, because ranks do not wait for each other here; take a mean over ranks first where you
     need it. With a parameter server each worker's are, with its number; in a pipeline the first stage's rank writes,

@@ -116,7 +116,7 @@ class StoreRequests:
 
     @property
     def totals(self) -> dict[str, OpTotals]:
-        """Puts with the bytes that were sent, gets with those that were received, in the form of a trace."""
+        """Puts with the sent bytes, gets with the received bytes, in the form of a trace."""
         put_s = self.seconds["create"] + self.seconds["put"]
         found = {
             "put": OpTotals(self.puts, self.sent_bytes, put_s),
@@ -135,7 +135,7 @@ class ObjectStore:
         self.clock: StoreClock = SystemClock() if clock is None else clock
         self.requests = StoreRequests()
         self.waits: Callable[[float], object] = lambda seconds: None
-        """Called after each pause in which this worker waited for another one."""
+        """Called after each pause that waited for another worker."""
 
     def create(self, name: str, content: bytes, *, final: tuple[type[Exception], ...] = _FINAL) -> bool:
         """Put a new object; False where another content has the name. Idempotent: a lost answer does no harm.

@@ -59,7 +59,7 @@ class StoreTransport(Transport):
 
 
 class StoreTrace(Trace):
-    """The trace of a worker whose exchanges are requests of its store, in collectives and outside of them."""
+    """The trace of a worker that exchanges by requests of its store, in collectives and outside of them."""
 
     def __init__(self, requests: StoreRequests) -> None:
         super().__init__(timed=False)
