@@ -82,12 +82,16 @@ OURS = (
     Contender("local_sgd(period=8)", period=8),
     Contender("local_sgd(period=8, codec=int8)", period=8),
     Contender("local_sgd(period=8, codec=feedback(one_bit))", period=8, peak=0.15),
+    Contender("local_sgd(period=10, codec=feedback(one_bit))", period=10, peak=0.15),
+    Contender("local_sgd(period=12, codec=feedback(one_bit))", period=12, peak=0.15),
     Contender("local_sgd(period=16, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("diloco(period=16, codec=int8)", period=16),
     Contender("diloco(period=16, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("streaming_diloco(period=16, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("streaming_diloco(period=16, delay=7, codec=feedback(one_bit))", period=16, peak=0.15),
     Contender("streaming_diloco(period=8, delay=3, codec=feedback(one_bit))", period=8, peak=0.15),
+    Contender("streaming_diloco(period=10, delay=4, codec=feedback(one_bit))", period=10, peak=0.15),
+    Contender("streaming_diloco(period=12, delay=5, codec=feedback(one_bit))", period=12, peak=0.15),
     Contender("sparse_loco(period=16)", period=16, peak=0.15),
 )
 """`dgc` keeps the momentum itself."""

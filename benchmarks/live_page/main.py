@@ -94,7 +94,7 @@ def main() -> None:
             try:
                 measure(asked.turns, asked.seconds, Clients(link, "."), out / "metrics.jsonl", server_of(process.pid))
             finally:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)  # a shell in the background ignores Ctrl-C
 
 
 def server_of(launcher: int) -> int:

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +21,7 @@ from live_pages import NUM_STEPS, Served, serving, write_run
 from polytempo.report.runs import read_events
 from polytempo.report.status.records import RunStarted
 from polytempo.ui.application import MOST_STREAMS
-from polytempo.ui.hub import LOOK_S, LookPace, Watch
+from polytempo.ui.hub import LOOK_S, Hub, LookPace, Watch
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
 from polytempo.ui.run_columns import RunColumns
@@ -28,6 +30,7 @@ from polytempo.ui.run_list import RunList, facts_of
 from polytempo.ui.run_logs import log_lines, logs_of
 from polytempo.ui.run_trace import compared, node_names, timeline, topology
 from polytempo.ui.sampling import sampled
+from waiting import soon
 
 FINITE = st.floats(-1e9, 1e9)
 
@@ -486,3 +489,28 @@ def test_a_link_in_place_of_the_archive_is_refused(tmp_path: Path) -> None:
         archive(root, "one")
     assert not any(other.iterdir())
     shutil.rmtree(root)
+
+
+def test_pages_with_one_view_have_it_made_once(tmp_path: Path) -> None:
+    """The others wait for the first, which else would be made again by each of them at every look."""
+    asked, made = list[int](), list[int]()
+
+    def make() -> int:
+        made.append(1)
+        assert soon(lambda: len(asked) == 4)
+        return len(made)
+
+    class OnePart(Hub):
+        def _makers(self, view: PageView) -> list[tuple[str, Callable[[], Any]]]:
+            return [("part", make)]
+
+    pace = LookPace(None)
+    pace.interval_s = math.inf
+    hub = OnePart(tmp_path, pace)
+
+    def look(number: int) -> list[tuple[str, bytes]]:
+        asked.append(number)
+        return list(hub.parts(PageView()))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(look, range(4))) == [[("part", b"1")]] * 4

@@ -13,7 +13,7 @@ from polytempo.runs.served.run_snapshot import RunSnapshot, resumed, write_run_s
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator, Nodes
 from polytempo.server.layout import Parameter, Span
-from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
+from polytempo.server.message import Ask, Deal, Members, Message, Noted, Request, Save
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.snapshot import newest_whole, write
@@ -72,6 +72,21 @@ def test_no_ticket_behind_a_snapshot_is_dealt_before_all_shards_know_of_it() -> 
     assert team.work() == [], "one shard does not know yet"
     team.answer(1)
     assert [team.work(), team.work()] == [[8, 9], [10, 11]]
+
+
+def test_no_step_begins_before_every_shard_knows_who_makes_it() -> None:
+    """Else a worker's gradient is in the step of one shard, and a step of its own on another."""
+    team = Team()
+    assert [team.work(), team.work()] == [[0, 1], [2, 3]]
+    ours = [ticket for ticket in team.dealt if ticket[0] == 0]
+    team.take(team.coordinator.lose(0.0, 1))
+    assert [type(request) for _, request in team.unanswered] == [Members] * 2
+    team.dealt = ours
+    assert [team.work(), team.work()] == [[4], []], "worker 0 makes the begun step alone"
+    team.answer(1)
+    assert team.work() == [], "one shard still counts worker 1"
+    team.answer(1)
+    assert [team.work(), team.work(), team.work()] == [[6], [5], [7]]
 
 
 def part(folder: Path, number: int, shard: int, batches: int) -> None:

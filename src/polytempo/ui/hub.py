@@ -5,6 +5,7 @@ files of runs ──▶ RunList, Watch (one a run) ──▶ Hub ──▶ parts
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -104,6 +105,14 @@ class Watch:
         self.looked_s = time.monotonic()
 
 
+class _Made:
+    """A part of a view, and the time at which it was made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.at_s, self.content = -math.inf, b""
+
+
 class Hub:
     """The runs below `root`, for any number of pages. All methods may be called from several threads."""
 
@@ -114,7 +123,7 @@ class Hub:
         self._listed_s = -LOOK_S
         self._lock = threading.Lock()
         self._watches: OrderedDict[str, Watch] = OrderedDict()
-        self._made: OrderedDict[tuple[PageView, str], tuple[float, bytes]] = OrderedDict()
+        self._made: OrderedDict[tuple[PageView, str], _Made] = OrderedDict()
 
     def rows(self, *, fresh: bool = False) -> list[dict[str, Any]]:
         """The rows of all runs, at most a second old; `fresh`: of now."""
@@ -164,17 +173,17 @@ class Hub:
             yield name, self._once(view, name, make)
 
     def _once(self, view: PageView, name: str, make: Callable[[], Any]) -> bytes:
-        """The part, made again after a second."""
+        """The part, made again after a second, by one of the pages that ask for it: the others wait for that one."""
         with self._lock:
-            known = self._made.get((view, name))
-            if known is not None and time.monotonic() - known[0] < self.pace.interval_s:
-                return known[1]
-        content = msgspec.json.encode(make())
-        with self._lock:
-            self._made[view, name] = time.monotonic(), content
+            made = self._made.pop((view, name), None) or _Made()
+            self._made[view, name] = made
             while len(self._made) > _MOST_VIEWS:
                 self._made.popitem(last=False)
-        return content
+        with made.lock:
+            if time.monotonic() - made.at_s >= self.pace.interval_s:
+                made.content = msgspec.json.encode(make())
+                made.at_s = time.monotonic()
+            return made.content
 
     def _makers(self, view: PageView) -> list[tuple[str, Callable[[], Any]]]:
         if view.kind == "runs":

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import IO, Any
 
+import msgspec
+
 from polytempo.core.system import files
 from polytempo.core.system.files import METRICS
 from polytempo.core.system.url_path import Place, UrlPath
@@ -81,7 +83,10 @@ def _whole_rows(content: bytes) -> Iterator[dict[str, Any]]:
 
 def parsed_row(line: bytes) -> dict[str, Any]:
     """The row in a line. ValueError unless it is JSON, without NaN, and a row of metrics."""
-    row: dict[str, Any] = json.loads(line, parse_constant=_refused)
+    try:
+        row: dict[str, Any] = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        row = json.loads(line, parse_constant=_refused)  # its error names the place, or a NaN
     check_row(row)
     return row
 
@@ -94,9 +99,10 @@ def check_row(row: Any) -> None:
     """ValueError unless it is a row of metrics: an object of numbers."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    for name in _NUMBERS & row.keys():
-        value = row[name]
-        if value is not None and (type(value) not in (int, float) or not abs(value) < _MOST):
+    for name, value in row.items():
+        if name not in _NUMBERS or value is None:
+            continue
+        if type(value) not in (int, float) or not abs(value) < _MOST:
             raise ValueError(f"{name} is {str(value)[:_SHOWN]!r}, and not a number")
 
 

@@ -334,12 +334,14 @@ class Coordinator:
         for deal in self.scheduler.due():
             calls.unsaid[deal.worker] = deal
         out += self._notify_shards(now_s)
+        # a step dealt before every shard knows who makes it could lack a worker on one of them
+        held = self._membership.closing or (self.scheduler.deals == "evenly" and not self._membership.is_settled)
         for worker, deal in list(calls.unsaid.items()):
             if deal.order in ("finish", "stop"):
                 calls.finishing[worker] = deal.sequence
             elif deal.order == "pause":
                 pass  # no shard need know a worker that gets no ticket
-            elif not self._membership.knows(worker) or (self._membership.closing and deal.order == "train"):
+            elif not self._membership.knows(worker) or (held and deal.order == "train"):
                 continue
             deal, layout = calls.say(worker), self.reshaper.layout
             out.append((worker, deal if deal.layout == layout else replace(deal, layout=layout)))
