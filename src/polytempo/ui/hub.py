@@ -106,7 +106,7 @@ class Watch:
 
 
 class _Made:
-    """A part of a view, and the time at which it was made."""
+    """A part of a view, and its time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
