@@ -33,6 +33,7 @@ RULES = [
     quorum(1),
     quorum(2),
     quorum(9),
+    quorum(1, grace_s=1.0),
     covered(2),
     covered(2, bound=1),
 ]

@@ -130,7 +130,14 @@ def test_one_worker_is_diloco(ours: str, diloco: str) -> None:
 
 
 @pytest.mark.parametrize("moment", [3, 9, 14, 20, 25, 29, 33, 36])
-@pytest.mark.parametrize("strategy", [ASYNC, "decoupled_diloco(period=4, quorum=2, delay=1)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ASYNC,
+        "decoupled_diloco(period=4, quorum=2, delay=1)",
+        "decoupled_diloco(period=4, quorum=1, grace_s=7)",
+    ],
+)
 def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> None:
     """A new process of it comes, also before it is dead, and no sample is lost or counted twice."""
 
@@ -161,6 +168,32 @@ def test_a_quorum_waits_for_no_dead_worker() -> None:
     assert left[0] == [2]
     assert len(left) == 3
     assert crew.clock.now() < 40.0
+
+
+def test_a_window_after_the_quorum_lets_others_in_and_ends_by_an_entry() -> None:
+    """Worker 2 is too slow for windows of 3 s; 0 and 1 push within one, and each window of theirs ends once."""
+    crew = Crew(WORKERS)
+    for worker, pause_s in enumerate((0.5, 1.0, 40.0)):
+        crew.add(worker, steady(loop("decoupled_diloco(period=4, quorum=1, grace_s=3)"), pause_s))
+    for found in crew.run():
+        assert not isinstance(found, BaseException), found
+    assert counted(crew.objects) == ONCE
+    kinds = [entry["kind"] + str(entry.get("worker", "")) for entry in entries(crew.objects)]
+    assert kinds[:4] == ["comes", "comes", "comes", "push0"]
+    assert kinds[4:6] == ["push1", "elapsed"]
+    versions = [entry["version"] for entry in entries(crew.objects) if entry["kind"] == "elapsed"]
+    assert versions == sorted(set(versions))
+
+
+def test_a_window_in_the_log_that_no_worker_needs_is_a_meeting_of_all() -> None:
+    ends = list[Tensor]()
+    for strategy in ("decoupled_diloco(period=4, quorum=1, grace_s=9)", "decoupled_diloco(period=4, quorum=3)"):
+        crew = Crew(WORKERS)
+        for worker in range(WORKERS):
+            crew.add(worker, loop(strategy, epochs=1))
+        ends.append(crew.run()[0][0])
+        assert all(entry["kind"] != "elapsed" for entry in entries(crew.objects))
+    assert torch.equal(*ends)
 
 
 def test_a_worker_that_was_left_out_comes_again() -> None:

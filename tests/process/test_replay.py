@@ -75,6 +75,11 @@ RUNS: dict[str, tuple[Strategy, int, dict[int, int]]] = {
     "two shards, a worker is killed": (s.async_sgd(shards=2), 3, {30: 1}),
     "pushes that overlap with pulls": (s.downpour(push_every=2, pull_every=3, shards=2), 2, {}),
     "gradients that wait for others": (s.softsync(), 4, {}),
+    "a window after the quorum, its shard's head is killed": (
+        s.decoupled_diloco(2, 1, grace_s=0.002, replicas=1),
+        3,
+        {30: 3},
+    ),
     "a shard's head is killed": (s.staleness_aware(replicas=1), 2, {30: 2}),
     "encoded both ways, a worker is killed": (
         s.downpour(2, 3, shards=2, codec=feedback(bf16()), pull_codec=fp16()),

@@ -17,7 +17,7 @@ STRATEGIES = [
     strategies.async_sgd(shards=2),
     strategies.backup_workers(backups=1, shards=2),
     strategies.dc_asgd(shards=2),
-    strategies.decoupled_diloco(shards=2),
+    strategies.decoupled_diloco(shards=2, grace_s=0.002),
     strategies.downpour(shards=2, lr=0.03),
     strategies.easgd(shards=2),
     strategies.softsync(shards=2),

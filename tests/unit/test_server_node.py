@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from polytempo.core.rule import Service, UpdateRule
+from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import COORDINATOR, Install, Members, Message, Push, Pushed, Replicate, Replicated, View
 from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.synchronous_step import quorum
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 
 LAUNCHER = 9
-SERVICE = Service(on_arrival(), UpdateRule("sgd"))
 
 
 class Chain:
     """Copies on nodes 1, 2, …; a message arrives immediately, unless `lost(message, to)`."""
 
-    def __init__(self, nodes: tuple[int, ...], blank: tuple[int, ...] = ()) -> None:
-        self.nodes = {node: Node(node, shard(), LAUNCHER, Timing(), blank=node in blank) for node in nodes}
+    def __init__(self, nodes: tuple[int, ...], blank: tuple[int, ...] = (), rule: Rule | None = None) -> None:
+        rule = rule or on_arrival()
+        self.nodes = {node: Node(node, shard(rule), LAUNCHER, Timing(), blank=node in blank) for node in nodes}
         self.now_s = 0.0
         self.heard: list[Message] = []
         """The messages to workers and the coordinator."""
@@ -50,8 +51,9 @@ class Chain:
         return [m.sequence for m in self.heard if isinstance(m, Pushed)]
 
 
-def shard() -> Shard:
-    return Shard(0, (Parameter("w", 2),), (Span(0, 2),), torch.zeros(2), SERVICE, native=False)
+def shard(rule: Rule) -> Shard:
+    service = Service(rule, UpdateRule("sgd"))
+    return Shard(0, (Parameter("w", 2),), (Span(0, 2),), torch.zeros(2), service, native=False)
 
 
 def push(sequence: int) -> Push:
@@ -114,3 +116,25 @@ def test_confirmations_of_an_old_epoch_do_not_count() -> None:
     chain.give(0, 1, push(1))
     chain.give(2, 1, Replicated(0, chain.epoch - 1, 99))
     assert chain.acknowledged() == []
+
+
+def test_the_first_copy_ends_the_window_of_a_rule_and_the_next_one_begins_it_again() -> None:
+    chain = Chain((1, 2), rule=quorum(1, grace_s=1.0))
+    chain.view(1, 2)
+    chain.give(LAUNCHER, 1, Members(COORDINATOR, 1, 1, ((0, 1), (1, 1))))
+    chain.give(0, 1, push(1))
+    chain.wait(0.8)
+    assert chain.acknowledged() == []
+    chain.wait(0.4)
+    assert chain.acknowledged() == [1]
+    assert [node.shard.weights.tolist() for node in chain.nodes.values()] == [[-0.5, -0.5]] * 2
+    chain.give(0, 1, push(2))
+    chain.wait(0.8)
+    del chain.nodes[1]
+    chain.view(2)
+    chain.wait(0.8)
+    assert chain.acknowledged() == [1]
+    chain.wait(0.4)
+    assert chain.acknowledged() == [1, 2]
+    assert chain.nodes[2].shard.weights.tolist() == [-1.0, -1.0]
+    assert chain.nodes[2].wait_s(chain.now_s) > 0

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.server.message import COORDINATOR, Ask, Inquire, Members, Pull, Push, Save, Stranger
+from polytempo.server.message import COORDINATOR, Ask, Elapsed, Inquire, Members, Pull, Push, Save, Stranger
 from polytempo.server.record import (
     Asking,
+    Elapsing,
     Enrolling,
     Entry,
     Inquiring,
@@ -38,6 +39,7 @@ ENTRIES: list[Entry] = [
     entry_of(Ask(0, 1, 2, done=(3,), rows=(b"{}",))),
     Noting(0, 1),
     Lost(2),
+    entry_of(Elapsed(1), version=2),
 ]
 
 
@@ -57,6 +59,7 @@ def test_what_is_kept_of_each_message() -> None:
         Inquiring(3, 1),
         Asking(0, 1, 2, (3,)),
     ]
+    assert ENTRIES[8] == Elapsing(1, 2)
     with pytest.raises(ValueError, match="a Stranger is not an entry"):
         entry_of(Stranger(0, 0, 1, 1, "over"))  # type: ignore[arg-type]
 

@@ -111,6 +111,46 @@ def test_a_quorum_makes_its_share_of_a_step_and_waits_for_no_other() -> None:
     )
 
 
+def test_a_quorum_with_a_window_waits_for_others_until_it_is_over() -> None:
+    def share(*workers: int) -> list[Action]:
+        return [*(Add(worker, rate=len(workers) / 3) for worker in workers), Update(float(len(workers)))]
+
+    over = Arrival("elapsed", -1)
+    holds(
+        quorum(2, grace_s=5.0),
+        3,
+        [
+            (over, []),
+            (push(2), []),
+            (over, []),  # no quorum yet
+            (push(0), []),
+            (over, [*share(0, 2), *answers(0, 2)]),
+            (push(0, 2, 1), []),
+            (push(1), []),
+            (push(2, 2, 1), [*share(0, 1, 2), *answers(0, 1, 2)]),  # all are there
+            (push(0, 3, 2), []),
+            (push(1, 3, 2), []),
+            (left(1), []),
+            (over, []),  # a quorum no more
+            (left(2), [Add(0), Update(), Answer(0)]),
+        ],
+    )
+
+
+def test_a_window_is_open_while_a_quorum_waits_for_others() -> None:
+    rule = quorum(2, grace_s=5.0)
+    assert rule.window_s is not None
+    state, found = rule.init(), list[float | None]()
+    for arrival in (*map(joined, range(3)), push(2), push(0), left(0), push(1), Arrival("elapsed", -1)):
+        situation = Situation(0, (1, 2) if found.count(5.0) else (0, 1, 2))
+        state, _ = rule.receive(state, arrival, situation)
+        found.append(rule.window_s(state, situation))
+    assert found == [None, None, None, None, 5.0, None, None, None]
+    assert quorum(2).window_s is None
+    with pytest.raises(ValueError, match="grace_s is a finite number of seconds, 0 or more, got inf"):
+        quorum(2, float("inf"))
+
+
 def test_a_quorum_of_one_is_in_shares_and_of_all_is_hardsync() -> None:
     pushes = [push(worker, clock, basis=3 * clock - 3) for clock in (1, 2) for worker in (2, 0, 1)]
     for made, plain in ((quorum(1), in_shares()), (quorum(3), hardsync())):

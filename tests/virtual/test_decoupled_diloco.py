@@ -24,6 +24,35 @@ def test_a_quorum_of_one_is_the_asynchronous_diloco_to_the_bit() -> None:
     assert made[0].seconds == made[1].seconds
 
 
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_a_long_window_waits_for_all_to_the_bit(quorum: int) -> None:
+    cluster = replace(ethernet(), stragglers=slow_host(0, 2.0))
+    found, expected = (
+        pt.simulate(DIGITS, strategy, 4, cluster, steps=20)
+        for strategy in (strategies.decoupled_diloco(5, quorum, grace_s=1e3), strategies.decoupled_diloco(5, 4))
+    )
+    assert found.parameters_sha256 == expected.parameters_sha256
+    assert found.seconds == expected.seconds
+
+
+def test_movements_of_like_speed_meet_in_a_window() -> None:
+    """A worker of an eighth of the speed is not waited for; the others' movements make fewer steps, of less age."""
+    cluster = replace(ethernet(), stragglers=slow_host(0, 8.0))
+    results = [
+        pt.simulate(
+            DIGITS, strategies.decoupled_diloco(5, quorum, grace_s=grace_s), 4, cluster, epochs=1, batch_size=16
+        )
+        for quorum, grace_s in ((1, 0.0), (1, 1e-4), (4, 0.0))
+    ]
+    assert [result.samples for result in results] == [1437] * 3
+    assert results[1].seconds < 0.5 * results[2].seconds
+    at_once, window = (result.server for result in results[:2])
+    assert at_once is not None
+    assert window is not None
+    assert window["updates"] < 0.5 * at_once["updates"]
+    assert window["staleness"]["mean"] < 0.2 * at_once["staleness"]["mean"]
+
+
 @pytest.mark.parametrize("quorum", [4, 9])
 def test_a_quorum_of_all_is_diloco(quorum: int) -> None:
     """Each worker has the same whole batches; the order of float32 additions differs."""

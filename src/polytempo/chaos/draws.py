@@ -46,7 +46,8 @@ def draw_rule(random: Random, workers: int) -> DrawnRule:
     if kind == 4:
         return DrawnRule(hardsync(), Promises(fresh=True), "evenly", waits=True)
     if kind == 5:
-        return DrawnRule(quorum(random.randint(1, workers)), Promises(), waits=True)
+        least = random.randint(1, workers)
+        return DrawnRule(quorum(least, grace_s=0.02 * (least % 2)), Promises(), waits=True)
     return DrawnRule(on_arrival(), Promises())
 
 

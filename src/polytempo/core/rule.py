@@ -28,9 +28,10 @@ class Arrival(NamedTuple):
     kind "had": a push that is dropped, and answered, because its tickets are applied already: its steps are done, too.
     kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no
     more (its waiting gradients are gone already when the rule hears of "left").
+    kind "elapsed": the rule's window is over; no worker asks, and `worker` is -1.
     """
 
-    kind: Literal["push", "had", "pull", "joined", "left"]
+    kind: Literal["push", "had", "pull", "joined", "left", "elapsed"]
     worker: int
     clock: int = 0
     """Steps of the worker: with a push, steps with gradients so far; with a pull, finished steps."""
@@ -120,6 +121,10 @@ class Rule(NamedTuple):
     """True if it drops gradients that were not computed on the newest weights."""
     waits_for_several: bool = False
     """True if an update is a mean of several pushes."""
+    window_s: Callable[[RuleState, Situation], float | None] | None = None
+    """The length of the rule's window in this state: at its end comes an arrival "elapsed". None: there is no window.
+
+    A rule has no clock. The shard's first copy looks at one, and the end of the window is an entry of the log."""
     adds_sums: bool = False
     """True if a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
     with the rate 1, and all its workers are answered."""

@@ -11,6 +11,7 @@ from msgspec.structs import asdict, replace
 from polytempo.server.message import COORDINATOR, Ask, Message, Noted, Push, PushPart, Request
 from polytempo.server.record import (
     Asking,
+    Elapsing,
     Enrolling,
     Entry,
     HostPushEntry,
@@ -108,6 +109,8 @@ def words(entry: Entry) -> str:
             return f"pull of worker {entry.worker} (life {entry.incarnation}, step {entry.clock})"
         case Asking():
             return f"call number {entry.sequence} for work by worker {entry.worker} (life {entry.incarnation})"
+        case Elapsing():
+            return f"the end of the window that opened at version {entry.opened}"
         case Lost():
             return f"loss of node {entry.node}"
         case Stopping():

@@ -32,9 +32,10 @@ from polytempo.replay.entries import (
     words,
 )
 from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.message import COORDINATOR, Deal, Message, Outbox, Push, Pushed, Reply, Request, View
+from polytempo.server.message import COORDINATOR, Deal, Elapsed, Message, Outbox, Push, Pushed, Reply, Request, View
 from polytempo.server.record import (
     Asking,
+    Elapsing,
     Entry,
     HostPushEntry,
     Lost,
@@ -272,12 +273,16 @@ class OrderedShard:
 
     def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
         """See `OrderedMachine`. Compares the outcome with the record."""
-        assert isinstance(message, Request)
         assert self.order is not None
         shard, progress = self._node.shard, self._progress
         before = shard.version
-        out = self._node.receive(now_s, message.worker, message)
-        replayed = entry_of(message, shard.version)
+        if isinstance(entry, Elapsing):
+            out = self._node.elapse(now_s)
+            replayed = entry_of(Elapsed(before), shard.version)
+        else:
+            assert isinstance(message, Request)
+            out = self._node.receive(now_s, message.worker, message)
+            replayed = entry_of(message, shard.version)
         if replayed != entry:
             progress.differs(self.order.where, difference_of(entry, replayed))
         if isinstance(message, Push) and isinstance(entry, PushEntry):

@@ -173,7 +173,13 @@ class Reshape(Request, frozen=True, eq=False):
     pieces: tuple[Lent, ...] = ()
 
 
-Entry = Push | Pull | Members | Save | Inquire | Lend | Reshape
+class Elapsed(Message, frozen=True, eq=False):
+    """A shard's own entry: the window of its rule is over. It opened at version `version` of the weights."""
+
+    version: int
+
+
+Entry = Push | Pull | Members | Save | Inquire | Lend | Reshape | Elapsed
 """An entry of a shard's log."""
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.system.files import opened, write
-from polytempo.server.message import Ask, Inquire, Members, Pull, Push, PushPart, Request, Save
+from polytempo.server.message import Ask, Elapsed, Inquire, Members, Pull, Push, PushPart, Request, Save
 
 FORMAT = "polytempo-record"
 VERSION = 2
@@ -106,6 +106,13 @@ class Inquiring(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
     version: int
 
 
+class Elapsing(msgspec.Struct, frozen=True, array_like=True, tag="elapsed"):
+    """A shard ended the window of its rule. It had opened at version `opened` of the weights."""
+
+    opened: int
+    version: int
+
+
 class Asking(RequestEntry, frozen=True, array_like=True, tag="ask"):
     """The coordinator took a worker's call for work."""
 
@@ -129,7 +136,19 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """The coordinator ended the run early, for a score had reached its target."""
 
 
-Entry = PushEntry | HostPushEntry | PullEntry | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
+Entry = (
+    PushEntry
+    | HostPushEntry
+    | PullEntry
+    | Enrolling
+    | Saving
+    | Inquiring
+    | Elapsing
+    | Asking
+    | Noting
+    | Lost
+    | Stopping
+)
 
 
 class Record(NamedTuple):
@@ -151,8 +170,10 @@ class _Header(msgspec.Struct, frozen=True, omit_defaults=True):
     first: int = 1
 
 
-def entry_of(request: Request | Ask, version: int = 0) -> Entry:
+def entry_of(request: Request | Ask | Elapsed, version: int = 0) -> Entry:
     """The entry of a message, without its payload. `version`: the shard's after it has applied the message."""
+    if isinstance(request, Elapsed):
+        return Elapsing(request.version, version)
     who = (request.worker, request.incarnation, request.sequence)
     match request:
         case Push():

@@ -21,6 +21,7 @@ def decoupled_diloco(
     codec: Codec | None = None,
     pull_codec: PullCodec | None = None,
     delay: int = 0,
+    grace_s: float = 0.0,
 ) -> Strategy:
     """DiLoCo of the first workers that come: a slow one, or a dead one, holds up no other.
 
@@ -29,9 +30,11 @@ def decoupled_diloco(
 
         Δ = Σ mᵢ Δᵢ / Σ mᵢ;  v ← μv + Δ;  φ ← φ - (c/λ) α (Δ + μv)          θᵢ ← φ for these c
 
-    with mᵢ the samples behind Δᵢ, λ workers, α = `outer_lr` and μ = `outer_momentum`. A later movement is in a later
-    step; none is lost, and λ movements move φ as far as one step of `diloco` in all. q = 1 is `async_diloco`, to the
-    bit; q = λ or more waits for all, as `diloco` does. Little momentum, for late movements act as momentum.
+    with mᵢ the samples behind Δᵢ, λ workers, α = `outer_lr` and μ = `outer_momentum`. With a quorum the server waits
+    for up to `grace_s` seconds more, the grace window, unless all workers have come before. A later movement is in a
+    later step; none is lost, and λ movements move φ as far as one step of `diloco` in all. q = 1 without a window is
+    `async_diloco`, to the bit; q = λ or more waits for all, as `diloco` does, and so does a long enough window. Little
+    momentum, for late movements act as momentum.
 
     With `delay` a worker goes on meanwhile, and takes φ in so many steps later, as in `async_diloco`.
 
@@ -39,21 +42,22 @@ def decoupled_diloco(
     schedule are as in `async_diloco`. A worker that dies loses its movement since it last pushed.
 
     Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits for q - 1 others
-    unless there is a delay; memory for φᵢ. ValueError for a quorum below 1, and for a delay of a period or more.
+    unless there is a delay, and the window; memory for φᵢ. ValueError for a quorum below 1, for a delay of a period or
+    more, and for a negative or infinite window.
 
-    Source: "Decoupled DiLoCo for resilient distributed pre-training", arXiv 2604.21428, 2026. Deviations: no grace
-    window after the quorum, because a shard has no clock, so that its copies act alike: take a larger quorum; without a
-    delay a worker waits for the step with its movement, where the paper's goes on; the whole model at a time and not by
-    fragments, each shard by its own quorum; weights by samples alone, not by samples per second, and c/λ of the outer
-    rate.
+    Source: "Decoupled DiLoCo for resilient distributed pre-training", arXiv 2604.21428, 2026. Deviations: the grace
+    window has a fixed length, where the paper's adapts; a shard's first copy times it, and a copy that takes its place
+    times it from the beginning; without a delay a worker waits for the step with its movement, where the paper's goes
+    on; the whole model at a time and not by fragments, each shard by its own quorum; weights by samples alone, not by
+    samples per second, and c/λ of the outer rate.
     """
     return served(
-        call_name(decoupled_diloco, locals(), brief=(*BRIEF, "delay")),
+        call_name(decoupled_diloco, locals(), brief=(*BRIEF, "delay", "grace_s")),
         Service(
-            rule(quorum),
+            rule(quorum, grace_s),
             shards=shards,
             replicas=replicas,
-            waits=quorum > 1,
+            waits=quorum > 1 or grace_s > 0,
             optimizer=UpdateRule("sgd", outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
             codec=codec,
             pull_codec=pull_codec,

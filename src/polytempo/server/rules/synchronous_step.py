@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import inf
 
 from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Rule, RuleState, Situation, Update
@@ -153,20 +154,31 @@ def all_but(backups: int) -> Rule:
     return first(1)._replace(name=call_name(all_but, locals()), receive=receive)
 
 
-def quorum(least: int) -> Rule:
+def quorum(least: int, grace_s: float = 0.0) -> Rule:
     """θ ← θ - (c/λ) η Σ mᵢ gᵢ / Σ mᵢ once `least` of λ members' pushes are there; c ≥ `least` of them make the update.
 
+    With `grace_s` the update waits so long for further pushes after the first `least`, unless all are there.
     A worker waits for the update with its push, and for no more. A later push is in a later update, so none is lost,
-    and every push counts 1/λ of a step of all. With fewer members than `least` all are enough. `least` = 1: each push
-    is an update of its own, as by `in_shares`; `least` ≥ λ: `hardsync`.
+    and every push counts 1/λ of a step of all. With fewer members than `least` all are enough. `least` = 1 without
+    `grace_s`: each push is an update of its own, as by `in_shares`; `least` ≥ λ: `hardsync`.
 
-    Errors: ValueError for `least` below 1.
+    Errors: ValueError for `least` below 1, and for seconds that are not finite and 0 or more.
     """
     if least < 1:
         raise ValueError(f"a quorum needs at least 1 worker, got {least}")
-    steps = stepwise(call_name(quorum, locals()), lambda waiting, workers: len(waiting) >= min(least, workers))
+    if not 0 <= grace_s < inf:
+        raise ValueError(f"grace_s is a finite number of seconds, 0 or more, got {grace_s}")
+    name = call_name(quorum, locals(), brief=("grace_s",))
+    all_there = stepwise(name, lambda waiting, workers: len(waiting) == workers)
+    closed = stepwise(name, lambda waiting, workers: len(waiting) >= min(least, workers))
+
+    def window_s(state: RuleState, situation: Situation) -> float | None:
+        newcomers = state["newcomers"]
+        there = sum(worker not in newcomers for worker in state["waiting"])
+        return grace_s if there and there >= min(least, len(situation.members) - len(newcomers)) else None
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        steps = all_there if grace_s and arrival.kind != "elapsed" else closed
         state, actions = steps.receive(state, arrival, situation)
         adds, found = list[Add](), list[Action]()
         for action in actions:
@@ -179,4 +191,4 @@ def quorum(least: int) -> Rule:
             adds = []
         return state, found
 
-    return steps._replace(receive=receive)
+    return closed._replace(receive=receive, window_s=window_s if grace_s else None)

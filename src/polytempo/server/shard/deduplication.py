@@ -28,6 +28,7 @@ import msgspec
 from polytempo.core.arithmetic.ranges import Range, Ranges
 from polytempo.server.message import (
     COORDINATOR,
+    Elapsed,
     Noted,
     Pulled,
     Push,
@@ -210,11 +211,12 @@ class Decisions:
             self.batches += not known and ticket % self._numbers == self._numbers - 1
 
 
-def requests_in(request: Request) -> Iterator[Request]:
-    """The requests in a message: in a host's push one for each worker, the sender's first."""
-    yield request
-    if isinstance(request, Push):
-        yield from request.parts
+def requests_in(entry: Request | Elapsed) -> Iterator[Request]:
+    """The requests in an entry: in a host's push one for each worker, the sender's first."""
+    if isinstance(entry, Request):
+        yield entry
+    if isinstance(entry, Push):
+        yield from entry.parts
 
 
 def status_of_all(shard: int, push: Push, answers: AnswerTable, decisions: Decisions) -> RequestStatus:

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from polytempo.server.message import (
     COORDINATOR,
     Beat,
+    Elapsed,
     Entry,
     Fenced,
     Inquire,
@@ -99,6 +100,8 @@ class Node:
         yet."""
         self._due: Save | None = None
         """A snapshot that was ordered and is not due yet."""
+        self._window: tuple[int, float] | None = None
+        """The version of the weights in the rule's window, and the time of its end by this process's clock."""
         self._beat_at_s = 0.0
         self._retry_at_s = float("inf")
         self._patience_s = self.timing.retry_s
@@ -128,6 +131,11 @@ class Node:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message and return the messages to send."""
+        out = self._receive(now_s, source, message)
+        self._time_window(now_s)
+        return out
+
+    def _receive(self, now_s: float, source: int, message: Message) -> Outbox:
         match message:
             case Push() | Pull() | Members() | Save() | Inquire() | Lend() | Reshape():
                 return self._request(now_s, message) if self.is_head else []
@@ -154,6 +162,9 @@ class Node:
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.timing.beat_s
             out.append((self.coordinator, Beat(self.node, 0 if self.blank else 1, self.epoch)))
+        if self._window is not None and now_s >= self._window[1]:
+            out += self.elapse(now_s)
+            self._time_window(now_s)
         if now_s >= self._retry_at_s:
             self._sent = self.index - len(self._log)
             out += self._feed(now_s, min(2 * self._patience_s, self.timing.longest_retry_s))
@@ -161,7 +172,21 @@ class Node:
 
     def wait_s(self, now_s: float) -> float:
         """The time until the next `tick`, unless a message arrives."""
-        return max(0.0, min(self._beat_at_s, self._retry_at_s) - now_s)
+        ends_s = float("inf") if self._window is None else self._window[1]
+        return max(0.0, min(self._beat_at_s, self._retry_at_s, ends_s) - now_s)
+
+    def elapse(self, now_s: float) -> Outbox:
+        """End the window of the shard's rule, by an entry, for copies have no common clock."""
+        self._window = None
+        return self._append(now_s, Elapsed(self.shard.version))
+
+    def _time_window(self, now_s: float) -> None:
+        """Time the rule's window on the first copy alone. A copy that becomes the first begins the window again."""
+        window_s = self.shard.window_s if self.is_head else None
+        if window_s is None:
+            self._window = None
+        elif self._window is None or self._window[0] != self.shard.version:
+            self._window = self.shard.version, now_s + window_s
 
     def flops(self, message: Message) -> float:
         """The cost of `message`: about four operations for each element of a gradient, and the codec's."""
@@ -178,7 +203,7 @@ class Node:
 
     # ------------------------------------------------------------------ entries
 
-    def _request(self, now_s: float, request: Entry) -> Outbox:
+    def _request(self, now_s: float, request: Push | Pull | Members | Save | Inquire | Lend | Reshape) -> Outbox:
         status = self.shard.status_of(request)
         if status.kind == "new":
             return self._append(now_s, request)

@@ -21,6 +21,8 @@ from torch import Tensor
 from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Service, Situation, Update
 from polytempo.server.layout import Empty, Parameter, Spans, plain_empty
 from polytempo.server.message import (
+    COORDINATOR,
+    Elapsed,
     Entry,
     Inquire,
     Lend,
@@ -112,6 +114,12 @@ class Shard:
         """The present weights, to be read only, and only until the next entry."""
         return self._weights.present
 
+    @property
+    def window_s(self) -> float | None:
+        """The length of the window that the rule waits for now, unless other entries end it; None without a window."""
+        window_s = self.service.rule.window_s
+        return None if window_s is None else window_s(self._rule, Situation(self.version, self._roster.counted))
+
     def gradient_of(self, push: Push) -> Tensor:
         """The decoded gradient of `push`."""
         return self._admission.gradient_of(push)
@@ -159,6 +167,9 @@ class Shard:
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
             replies.append(self._lent(entry))
+        elif isinstance(entry, Elapsed):
+            if entry.version == self.version:  # otherwise another entry has ended the window
+                self._consult(Arrival("elapsed", COORDINATOR), replies)
         else:
             if isinstance(entry, Members):
                 self._change_roster(entry, replies)

@@ -4,7 +4,8 @@ push_movement(10)    ──▶    the movement is an entry of the run's log (`wo
                             each worker applies all entries to a copy of the shard: one server, and no process for it
 
 A push by `async_diloco` waits for no other worker. By `decoupled_diloco` it waits for its quorum, and leaves out
-workers without an entry for `wait_s`.
+workers without an entry for `wait_s`. The end of a grace window is an entry, too: the first waiting worker makes it,
+by its own clock.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from polytempo.core.op import Pull, Push, Start, Work
 from polytempo.core.strategy import ByMessages
 from polytempo.data.shard import DataShard
 from polytempo.server.layout import Span
-from polytempo.server.message import COORDINATOR, Members, Pushed, Reply
+from polytempo.server.message import COORDINATOR, Elapsed, Members, Pushed, Reply
 from polytempo.server.message import Push as PushMessage
 from polytempo.server.shard.shard import Shard
 from polytempo.server.worker.transforms import Moving
@@ -150,20 +152,34 @@ class LogLoop:
         """The parameters that this worker goes on from, once its push is in them."""
         clock, looks = self._rounds.store.clock, PatientLooks(self._rounds.store)
         from_s = since_s = clock.now()
+        window: tuple[int, float] | None = None  # its version, and the time of its end
         while self._answer is None:
             now_s = clock.now()
+            window_s, version = self._shard.window_s, self._shard.version
+            if window_s is None:
+                window = None
+            elif window is None or window[0] != version:
+                window = version, now_s + window_s
             if not self._takes_part:  # others went on, and have this worker's push
                 self._come()
             elif self._current(self._log.catch_up):
                 since_s = now_s
+            elif window is not None and now_s >= window[1]:
+                self._current(partial(self._log.append, partial(self._elapsed, window[0])))
             elif now_s - from_s > self._rounds.timeout_s:
                 self._rounds.fail("makes an entry")
             elif now_s - since_s > self._rounds.wait_s:
                 self._current(lambda: self._log.append(self._absent))
                 since_s = now_s
             else:
-                looks.pause(since_s + self._rounds.wait_s)
+                until_s = since_s + self._rounds.wait_s
+                looks.pause(until_s if window is None else min(until_s, window[1]))
         return self._answer
+
+    def _elapsed(self, version: int) -> dict[str, Any] | None:
+        """End the window that opened at `version`, unless another entry has."""
+        is_open = self._shard.window_s is not None and self._shard.version == version
+        return {"kind": "elapsed", "version": version} if is_open else None
 
     def _absent(self) -> dict[str, Any] | None:
         """Leave out the workers that others wait for."""
@@ -223,6 +239,8 @@ class LogLoop:
 
     def _apply(self, entry: LogEntry) -> None:
         about = entry.about
+        if about["kind"] == "elapsed":
+            return self._heard(self._shard.apply(Elapsed(about["version"])))
         if about["kind"] != "push":
             for worker in about["workers"]:
                 if about["kind"] == "left":
