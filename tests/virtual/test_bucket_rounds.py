@@ -66,11 +66,57 @@ def test_a_simulated_run_has_the_bits_bytes_and_price_of_real_rounds(strategy: s
 
 
 @pytest.mark.parametrize(
-    ("strategy", "code"), [("sync_sgd", "PT2901"), ("gossip(period=4)", "PT2903"), ("async_diloco(period=4)", "PT2914")]
+    ("strategy", "code"), [("sync_sgd", "PT2901"), ("gossip(period=4)", "PT2903"), ("async_sgd", "PT2901")]
 )
 def test_strategies_that_cannot_meet_in_a_bucket_are_refused(strategy: str, code: str) -> None:
     with pytest.raises(pt.errors.Incompatible, match=code):
         pt.simulate(job, strategy, workers=2, steps=2, cluster=LINK)
+
+
+def test_a_simulated_log_has_the_bits_of_a_real_one() -> None:
+    """A quorum of all adds in the order of workers, so the order of the log does not matter."""
+    strategy = "decoupled_diloco(period=4, quorum=4, outer_momentum=0.5)"
+    crew = Crew(WORKERS)
+    for worker in range(WORKERS):
+        crew.add(worker, lambda world: attached(strategy, world))
+    real = crew.run()
+    found = pt.simulate(job, strategy, workers=WORKERS, steps=STEPS, cluster=LINK)
+    assert set(real) == {found.parameters_sha256}
+
+
+@pytest.mark.parametrize("strategy", ["async_diloco(period=4)", "decoupled_diloco(period=4, quorum=2, grace_s=9.0)"])
+def test_pushes_of_one_worker_cost_what_explain_says(strategy: str) -> None:
+    cost = bucket_round(pt.parse_strategy(strategy), job.model(), 1, "bucket(mbit_per_s=100, latency_ms=20)")
+    free = replace(LINK, network=pt.cluster.Link(0.0, 1e30))
+    found, alone = (pt.simulate(job, strategy, 1, steps=STEPS, meta=True, cluster=cluster) for cluster in (LINK, free))
+    leave_s = 2 * 2 * 0.02  # a look and an entry
+    assert found.seconds - alone.seconds == pytest.approx(STEPS // PERIOD * cost["bucket"]["seconds"] + leave_s)
+    assert found.bytes_sent_per_rank == STEPS // PERIOD * cost["bucket"]["sent_bytes"]
+
+
+def test_workers_that_push_together_try_entries_again_and_read_the_others() -> None:
+    """One of four pushes of equal workers is first; the last worker has read three movements and tried four times."""
+    strategy = "async_diloco(period=4)"
+    found = pt.simulate(job, strategy, WORKERS, steps=PERIOD, meta=True, cluster=LINK)
+    free = replace(LINK, network=pt.cluster.Link(0.0, 1e30))
+    alone = pt.simulate(job, strategy, WORKERS, steps=PERIOD, meta=True, cluster=free)
+    movement_s = found.bytes_sent_per_rank / 12.5e6
+    last_s = 4 * movement_s + 2 * 0.02 * (1 + 4 * 2 + 3 * 2)  # a put; looks and tries; entries and movements
+    assert found.seconds - alone.seconds >= last_s
+    turns = bucket_round(pt.parse_strategy(strategy), job.model(), WORKERS, "bucket(mbit_per_s=100, latency_ms=20)")
+    assert turns["bucket"]["seconds"] < last_s
+
+
+@pytest.mark.parametrize("wait", ["", ", quorum=3", ", quorum=3, delay=2", ", quorum=4", ", quorum=1, grace_s=0.5"])
+def test_workers_leave_a_log_at_their_end_and_no_quorum_waits_for_them(wait: str) -> None:
+    """Worker 0 needs 45 s for its 12 steps. Worker by worker that is at least the run's time, and no wait of 60 s."""
+    slow = replace(LINK, stragglers=pt.cluster.slow_host(0, 3e4), network=pt.cluster.Link(1e-6, 1e12))
+    strategy = f"decoupled_diloco(period=4{wait})" if wait else "async_diloco(period=4)"
+    run = pt.simulate(job, strategy, WORKERS, epochs=1, cluster=slow)
+    assert (run.samples, run.steps) == (1437, 12)
+    assert 45.0 < run.seconds < 47.0
+    assert run.loss is not None
+    assert run.loss < 1.3
 
 
 def test_a_run_without_values_has_the_same_price_and_stragglers_are_waited_for() -> None:

@@ -75,7 +75,7 @@ class Cluster:
     faults: tuple[Fault, ...] = ()
     in_bucket: bool = False
     """True if workers reach an object store alone, each by its `network` link: a strategy's meetings are rounds of
-    requests there (`worlds.object_store`), and other strategies are refused."""
+    requests there (`worlds.object_store`), pushed movements entries of a log, and other strategies are refused."""
     detection_s: float = 1e-3
     """Seconds from a rank's death until its peers' operations fail."""
     name: str = "cluster"

@@ -84,7 +84,8 @@ def bucket(
     """Workers that reach an object store alone, as by `pt.join_bucket`: a request is a message there and one back.
 
     A meeting waits for all workers, and no request fails; pauses between looks cost nothing. At a run's end all wait
-    for each other once more.
+    for each other once more. A strategy that pushes movements (`async_diloco`) has its log of them instead, by the
+    requests that a worker makes for it: two puts, and reads of the entries since its last push.
     """
     _positive(mbit_per_s=mbit_per_s, gflops=gflops)
     return Cluster(

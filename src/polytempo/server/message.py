@@ -179,7 +179,9 @@ class Elapsed(Message, frozen=True, eq=False):
     version: int
 
 
-Entry = Push | Pull | Members | Save | Inquire | Lend | Reshape | Elapsed
+AskedEntry = Push | Pull | Members | Save | Inquire | Lend | Reshape
+"""An entry of a shard's log that a worker or the coordinator asks for."""
+Entry = AskedEntry | Elapsed
 """An entry of a shard's log."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from polytempo.server.message import Entry, Install, Outbox, Pushed, Replicate, Replicated, Request, View
+from polytempo.server.message import AskedEntry, Entry, Install, Outbox, Pushed, Replicate, Replicated, Request, View
 from polytempo.server.requests import Requests
 from polytempo.server.shard.node import Node
 from polytempo.server.worker.client import Client
@@ -31,7 +31,7 @@ def repeat_answered_before_replicated() -> Patches:
     """A request that comes again is answered from the table, although its entry is not replicated yet."""
     request_ = Node._request
 
-    def wrong(self: Node, now_s: float, request: Entry) -> Outbox:
+    def wrong(self: Node, now_s: float, request: AskedEntry) -> Outbox:
         status = self.shard.status_of(request)
         if status.kind == "new":
             return request_(self, now_s, request)

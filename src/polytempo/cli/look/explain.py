@@ -71,7 +71,7 @@ def explain(asked: ExplainOptions) -> None:
         raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, asked.workers, model)
     times = None
-    if asked.cluster is not None and not (made.server is not None and parse_cluster(asked.cluster).in_bucket):
+    if asked.cluster is not None:
         times = _step_times(made, asked.workers, name, asked.cluster, asked.device)
     bucket = bucket_round(made, model, asked.workers, asked.cluster) if asked.bucket else None
     ways, summed = device_ways(asked.device), cost_of(made, found)

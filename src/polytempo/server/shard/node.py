@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from polytempo.server.message import (
     COORDINATOR,
+    AskedEntry,
     Beat,
     Elapsed,
     Entry,
@@ -203,7 +204,7 @@ class Node:
 
     # ------------------------------------------------------------------ entries
 
-    def _request(self, now_s: float, request: Push | Pull | Members | Save | Inquire | Lend | Reshape) -> Outbox:
+    def _request(self, now_s: float, request: AskedEntry) -> Outbox:
         status = self.shard.status_of(request)
         if status.kind == "new":
             return self._append(now_s, request)

@@ -27,7 +27,7 @@ from polytempo.worlds.trace import OpTotals
 
 T = TypeVar("T")
 
-_FIRST_S, _LONGEST_S = 0.02, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 """Pauses between tries and between looks: they double from the first to the longest."""
 _UNABLE = (PermissionError, TypeError, NotImplementedError)
 """Errors of a filesystem without conditional puts: no hard links, no argument `mode`."""
@@ -205,7 +205,7 @@ class ObjectStore:
 
     def _tried(self, what: str, name: str, attempt: Callable[[], T], final: tuple[type[Exception], ...] = _FINAL) -> T:
         """The answer of the first try that succeeds. Each filesystem has errors of its own, so all are tried again."""
-        began_s, pause_s = self.clock.now(), _FIRST_S
+        began_s, pause_s = self.clock.now(), FIRST_PAUSE_S
         try:
             while True:
                 try:
@@ -216,7 +216,7 @@ class ObjectStore:
                     if self.clock.now() + pause_s > began_s + self._deadline_s:
                         self._fail(what, name, error)
                     self.clock.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_S)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             self.requests.seconds[what] += self.clock.now() - began_s
 
@@ -230,11 +230,11 @@ class PatientLooks:
     """Pauses between looks for an object that another worker puts."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store, self._pause_s = store, _FIRST_S
+        self._store, self._pause_s = store, FIRST_PAUSE_S
 
     def pause(self, until_s: float = float("inf")) -> None:
         """Wait a little, and longer each time; not past `until_s`."""
         began_s = self._store.clock.now()
         self._store.clock.sleep(max(0.001, min(self._pause_s, until_s - began_s)))
         self._store.waits(self._store.clock.now() - began_s)
-        self._pause_s = min(1.5 * self._pause_s, _LONGEST_S)
+        self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)

@@ -33,6 +33,20 @@ _MEETING = -1
 """The channel of meetings, which no exchange has."""
 
 
+class RequestSeries(Barrier, frozen=True, eq=False):
+    """A virtual world's operation of one worker: requests one after the other."""
+
+    puts: int = 0
+    gets: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The name in traces."""
+        return "requests"
+
+
 class RoundCost(NamedTuple):
     """A round without faults. Bytes are tensors'; each object has about 1 kB of names, hashes and positions, too."""
 
@@ -97,7 +111,10 @@ def meeting_cost(workers: int) -> RoundCost:
 
 def collective_cost(ops: Sequence[Collective[Any]]) -> RoundCost:
     """All workers' operation: parts are put, the merger gathers them, decides, and each reads decision and answer."""
-    workers = len(ops)
+    workers, first = len(ops), ops[0]
+    if isinstance(first, RequestSeries):
+        both = first.sent_bytes, first.received_bytes
+        return RoundCost(first.puts, first.gets, *both, *both, first.puts + first.gets, sum(both))
     if ops[0].channel == _MEETING:
         return meeting_cost(workers)
     parts = _parts(ops)
@@ -127,6 +144,8 @@ def collective_cost(ops: Sequence[Collective[Any]]) -> RoundCost:
 
 def sent_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
     """Bytes of tensors that each worker puts for an operation of all; the first one merges."""
+    if isinstance(ops[0], RequestSeries):
+        return [ops[0].sent_bytes]
     first, *others = _parts(ops)
     return [first + _merged(ops[0], first), *others]
 

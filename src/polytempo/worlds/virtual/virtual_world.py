@@ -38,6 +38,7 @@ from polytempo.core.op import (
     WholeSum,
     Work,
 )
+from polytempo.worlds.object_store.round_cost import RequestSeries
 from polytempo.worlds.trace import Line, Trace
 from polytempo.worlds.virtual.clockwork import Agenda, Asymmetric, Flight, VirtualStrand
 from polytempo.worlds.virtual.meetings import Collectives, who_waits_for_what
@@ -124,7 +125,7 @@ class VirtualWorld:
             Take: self._mail.take,
             **dict.fromkeys((Send, LentSend), self._messages.send),
             **dict.fromkeys((Recv, LentRecv), self._messages.recv),
-            **dict.fromkeys(COLLECTIVES, self._collectives.join),
+            **dict.fromkeys((*COLLECTIVES, RequestSeries), self._collectives.join),
         }
         """The method that performs each kind of operation."""
         if self._whole_sums is not None:
