@@ -165,6 +165,22 @@ void pt_sparse_top(
     pt::take_exactly(from, n, k, indices, values, bad);
 }
 
+void pt_sparse_chunk_top(
+    const void* values, int64_t num_chunks, int64_t size, int64_t k, void* indices, void* chosen) {
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        auto first = static_cast<const char*>(values) + chunk * size * int64_t(sizeof(float));
+        pt::Kth kth = pt::kth_largest(first, size, k);
+        int64_t taken = chunk * k, end = taken + k;
+        for (int64_t i = 0; i < size && taken < end; ++i) {
+            float value = pt::at<float>(first, i);
+            uint32_t bits = pt::bits_of(value) & pt::MAGNITUDE;
+            pt::put<int64_t>(indices, taken, i);
+            pt::put<float>(chosen, taken, value);
+            taken += bits > kth.bits || (bits == kth.bits && kth.num_ties-- > 0);
+        }
+    }
+}
+
 void pt_threshold_pack(const void* x, void* r, float tau, int64_t n, int32_t is_map, void* words) {
     (is_map ? pt::codes().pack_map : pt::codes().pack_list)(
         static_cast<const float*>(x), static_cast<float*>(r), tau, n, static_cast<uint32_t*>(words));

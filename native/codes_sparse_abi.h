@@ -28,6 +28,11 @@ __attribute__((visibility("default"))) void pt_sparse_top(
     const pt_sparse_source* source, int64_t n, int64_t k, void* indices, void* values, void* scratch, int64_t room,
     int64_t* bad);
 
+// Of each of `num_chunks` chunks of `size` values the k largest |v_i|, of equal ones those of the lowest index: their
+// indices within the chunk (int64, ascending), and values; k of each chunk one after the other. 0 < k <= size.
+__attribute__((visibility("default"))) void pt_sparse_chunk_top(
+    const void* values, int64_t num_chunks, int64_t size, int64_t k, void* indices, void* chosen);
+
 // Strom's codes of v = x + r (r null: of x), and r ← v - what is sent. All v are finite: pt_sparse_count has looked.
 //
 //   list   a word for each |v_i| > tau: index, and the highest bit where v_i < 0                count words

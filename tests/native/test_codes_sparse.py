@@ -12,6 +12,7 @@ from torch import Tensor
 
 from native.kernels import Buffer, assert_same_bits, by_torch, choose, instruction_sets, library
 from polytempo import compression as c
+from polytempo.compression.codecs.chunk_top_k import largest_by_sorting
 from polytempo.compression.encoding import entries
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native.kernels import codes_sparse
@@ -80,6 +81,34 @@ def test_the_k_largest_whatever_the_sample_says(isa: str, kind: str) -> None:
         indices = entries.taken(wire, 0, k, torch.int32).long()
         assert torch.equal(indices, entries.largest(x, k))
         assert_same_bits(entries.taken(wire, 4 * k, k, torch.float32), x[indices])
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "zero", "few"])
+def test_the_k_largest_of_each_chunk(kind: str) -> None:
+    for num_chunks, size, shares in ((5, 4096, (1, 64, 4095, 4096)), (1, 63, (1, 62)), (3, 1, (1,)), (0, 4096, (64,))):
+        values = drawn(num_chunks * size, 5).view(num_chunks, size)
+        if kind == "equal":
+            values = torch.where(values > 0, 1.0, -1.0)
+        if kind == "zero":
+            values = torch.zeros_like(values)
+        if kind == "few":
+            values = torch.where(values.abs() < 2, 0.0, values)
+        for k in shares:
+            found, expected = codes_sparse.chunk_top(values, k), largest_by_sorting(values, k)
+            assert torch.equal(found[0], expected[0])
+            assert_same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize("bits", [None, 2])
+def test_wires_of_chunks_are_those_of_sorting(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, codec = drawn(9000, 7).to(dtype).clamp(-1e30, 1e30), c.feedback(c.chunk_top_k(bits=bits), 0.9)
+        by_kernel = codec.encode(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(codes_sparse, "serves", lambda *tensors: False)
+            by_sorting = codec.encode(x)
+        assert_same_bits(by_kernel[0], by_sorting[0])
+        assert_same_bits(by_kernel[1].memory.residual, by_sorting[1].memory.residual)
 
 
 def test_at_any_address(isa: str) -> None:

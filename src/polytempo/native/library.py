@@ -98,6 +98,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_sparse_count": (_i64, _pointer, ctypes.c_float, _i64, _pointer),
     "pt_sparse_above": (_i64, _pointer, ctypes.c_float, _i64, _pointer, _pointer, _i64, _pointer),
     "pt_sparse_top": (None, _pointer, _i64, _i64, _pointer, _pointer, _pointer, _i64, _pointer),
+    "pt_sparse_chunk_top": (None, _pointer, _i64, _i64, _i64, _pointer, _pointer),
     "pt_sparse_add": (_i32, _pointer, _i64, _pointer, _pointer, _i64),
     "pt_sparse_zero": (None, _pointer, _pointer, _i64),
     "pt_sparse_accumulate": (None, _pointer, _pointer, _pointer, ctypes.c_float, ctypes.c_float, _i64),

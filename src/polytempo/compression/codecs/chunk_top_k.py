@@ -25,6 +25,7 @@ from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_real
 from polytempo.core.state import narrowed, wide
+from polytempo.native.kernels import codes_sparse
 
 _EDGE = 64
 _CHUNK = _EDGE * _EDGE
@@ -45,8 +46,8 @@ def chunk_top_k(ratio: float = 0.015625, bits: int | None = 2, rotated: bool = F
     elements. Ranks with other processors may then decode to other last bits.
 
     Bytes: an element of those costs 12 + `bits` bits, so at 1/64 and 2 bits a tensor of float32 becomes 1/146 of it.
-    Law: contraction; without `feedback` small elements are never sent. Cost: a sort of each chunk, and two products
-    with matrices of 64 x 64 for the transform.
+    Law: contraction; without `feedback` small elements are never sent. Cost: four passes over each chunk on the CPU, by
+    a kernel, and elsewhere a sort of it; two products with matrices of 64 x 64 for the transform.
     Deviations: the released code cuts matrices into blocks of 64 x 64 with edges that divide their dimensions, and has
     bins around the mean, of both signs.
     Errors: ValueError for a ratio not in (0, 1] and for bits not from 1 to 8; NotFinite for NaN and infinities.
@@ -88,6 +89,18 @@ def _chunks(n: int) -> Iterator[_Chunks]:
             yield each
 
 
+def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Places of the k largest |v| in each row of `values` (rows, size), int64 and ascending, and their values."""
+    return codes_sparse.chunk_top(values, k) if codes_sparse.serves(values) else largest_by_sorting(values, k)
+
+
+def largest_by_sorting(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The twin of the kernel `chunk_top`."""
+    order = values.abs().sort(dim=1, descending=True, stable=True).indices
+    places = order[:, :k].sort(dim=1).values
+    return places, values.gather(1, places)
+
+
 @dataclass(frozen=True)
 class ChunkTopK:
     """See `chunk_top_k`."""
@@ -127,10 +140,14 @@ class ChunkTopK:
         if not x.numel():
             return wire
         flat = x.reshape(-1).to(wide(x.dtype))
-        scale = flat.new_ones(1) if self.bits is None and not self.rotated else flat.abs().max().view(1)
+        scale = (
+            flat.new_ones(1)
+            if self.bits is None and not self.rotated
+            else torch.stack(flat.aminmax()).abs().max().view(1)
+        )
         flat = flat / torch.where(scale > 0, scale, 1)
-        found = [self._largest(chunks, flat) for chunks in _chunks(flat.numel())]
-        places, values = (torch.cat(each) for each in zip(*found, strict=True))
+        found = [_largest(self._rows(chunks, flat), self._each(chunks)) for chunks in _chunks(flat.numel())]
+        places, values = (torch.cat([each.view(-1) for each in parts]) for parts in zip(*found, strict=True))
         if self.bits is None:
             end = entries.put(wire, entries.put(wire, 0, scale), values)
             entries.put(wire, end, packed(_PLACES, places))
@@ -142,15 +159,12 @@ class ChunkTopK:
         entries.put(wire, end, packed(dense_fields(self.bits), codes))
         return wire
 
-    def _largest(self, chunks: _Chunks, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Places within chunks (int64, ascending in each), and values."""
+    def _rows(self, chunks: _Chunks, flat: Tensor) -> Tensor:
+        """The chunks, or their transforms, one in a row."""
         values = chunks.of(flat)
         if self.rotated:
             values = _cosines(chunks.rows, flat) @ values @ _cosines(chunks.cols, flat).T
-        values = values.reshape(chunks.number, chunks.size)
-        order = values.abs().sort(dim=1, descending=True, stable=True).indices
-        places = order[:, : self._each(chunks)].sort(dim=1).values
-        return places.reshape(-1), values.gather(1, places).reshape(-1)
+        return values.reshape(chunks.number, chunks.size)
 
     def _codes(self, values: Tensor) -> Tensor:
         assert self.bits is not None

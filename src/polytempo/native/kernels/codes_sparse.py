@@ -78,6 +78,19 @@ class SourceArrays(NamedTuple):
         return ctypes.byref(_Source(*map(address, self[:3]), self.momentum, self.scale))
 
 
+def chunk_top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest |v| of each row of `values` (rows, size), float32; of equal ones the first. Four passes.
+
+    Returns their places within the row (int64, ascending) and the values, both (rows, k).
+    """
+    rows, size = values.shape
+    assert values.is_contiguous()
+    assert 0 < k <= size
+    places, chosen = (torch.empty(rows, k, dtype=dtype) for dtype in (torch.int64, torch.float32))
+    required().pt_sparse_chunk_top(values.data_ptr(), rows, size, k, places.data_ptr(), chosen.data_ptr())
+    return places, chosen
+
+
 def serves(*tensors: Tensor) -> bool:
     """True if there are kernels for these: they fit, and have 1 to 2^31 - 1 elements."""
     return 0 < tensors[0].numel() < _MOST and fits(*tensors)
