@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "planner": {*BELOW_TRAINING, "training", "report.pictures.loss_landscape", "runs"},
-    "sweeps": {*BELOW_TRAINING, "report", "jobs", "engines", "runs"},
+    "sweeps": {*BELOW_TRAINING, "report", "ui.run_facts", "jobs", "engines", "runs"},
     "bench": {
         "core",
         "native",

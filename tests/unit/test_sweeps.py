@@ -102,6 +102,19 @@ def test_samplers() -> None:
         sampler_of("grid", space_of("lr=0.1..1"), None)
 
 
+def test_the_command_repeats_the_best_trial(tmp_path: Path) -> None:
+    found = pt.sweep("digits", "lr=0.1|0.3", out=tmp_path, cluster="ethernet", steps=3, threads=1, batch_size=16)
+    told = found.as_json()["command"]
+    assert told.startswith("polytempo simulate digits --strategy 'sync_sgd(")
+    for part in (
+        f"--lr {found.best.settings['lr']}",
+        "--steps 3",
+        "--batch-size 16",
+        "--cluster 'ethernet(gbit_per_s=10)'",
+    ):
+        assert part in told
+
+
 def test_equal_sweeps_have_equal_trials_also_if_they_were_interrupted(tmp_path: Path) -> None:
     once = swept(tmp_path / "a")
     swept(tmp_path / "b", trials=1)

@@ -71,6 +71,7 @@ def toml_text(parts: JobParts, name: str) -> str:
     """The job as a job file of this name."""
     path, *rest = parts.data.arguments.items()
     data = PartCall(parts.data.name, dict([path, *([] if parts.test is None else [("test_path", parts.test)]), *rest]))
+    ends = "; change its epochs with those below" if "epoch" in str(parts.schedule.arguments) else ""
     lines = [
         f"# A job of Polytempo: polytempo train {name}",
         '# A name is module:object, such as "torchvision.models:resnet18", or one of the modules in the comments.',
@@ -79,7 +80,7 @@ def toml_text(parts: JobParts, name: str) -> str:
         f"data = {_table(data)}  # {HOMES['data']}",
         f"loss = {_table(parts.loss)}  # {HOMES['loss']}",
         f"optimizer = {_table(parts.optimizer)}  # {HOMES['optimizer']}",
-        f"schedule = {_table(parts.schedule)}  # torch.optim.lr_scheduler",
+        f"schedule = {_table(parts.schedule)}  # torch.optim.lr_scheduler{ends}",
         *(['correct = "most_likely"'] if parts.has_classes else []),
         *(f"metrics.{key} = {_table(call)}" for key, call in parts.metrics.items()),
         *(f"{key} = {_toml(value)}" for key, value in parts.numbers.items()),

@@ -26,6 +26,7 @@ from polytempo.report.pages.trials_page import trials_page
 from polytempo.report.saved_trials import MOST_TRIALS, SUFFIX, SavedTrial, SavedTrials, TrialsFile, read_trials
 from polytempo.report.status.progress import Progress
 from polytempo.report.status.rows import read_metrics
+from polytempo.report.status.stream import ends_of
 from polytempo.runs.frame.arguments import checked_job
 from polytempo.runs.frame.chain import has_saved
 from polytempo.runs.frame.folder import began
@@ -41,6 +42,7 @@ from polytempo.spec.text.notebook_table import rows_html
 from polytempo.sweeps.sampler import combinations_of, sampler_of, settings_of
 from polytempo.sweeps.search_space import Over, Space, space_of
 from polytempo.sweeps.trial_process import train_apart
+from polytempo.ui.run_facts import repeating
 
 FILE = f"sweep{SUFFIX}"
 TRIALS = 20
@@ -279,7 +281,10 @@ class _Running:
                 self._on_trial(self.saved, trial)
 
     def _command(self, best: SavedTrial) -> str:
-        """The command that trains with the best settings."""
+        """The command that repeats the best trial; for a job in no file, one with its settings alone."""
+        start, _ = ends_of(self._out / best.run)
+        if start is not None and (told := repeating(start)):
+            return told
         shared = self._shared
         settings = {"strategy": shared.strategy, "workers": shared.workers} | best.settings
         flags = " ".join(f"--{name.replace('_', '-')} {_quoted(value)}" for name, value in settings.items())

@@ -52,7 +52,8 @@ def _say(so_far: SavedTrials, trial: SavedTrial) -> None:
     best = so_far.best
     found = trial.why if trial.state == "failed" else f"{so_far.metric} {_text(trial.value)}"
     told = "" if best is None else f"; best: {_text(best.value)}, trial {best.number}"
-    line = f"trial {trial.number + 1} of {so_far.num_trials}, {_settings(trial)}: {trial.state}, {found}{told}"
+    which = f"trial {trial.number} ({trial.number + 1} of {so_far.num_trials})"
+    line = f"{which}, {_settings(trial)}: {trial.state}, {found}{told}"
     print(plain_text(line), file=sys.stderr, flush=True)
 
 

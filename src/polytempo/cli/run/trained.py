@@ -39,7 +39,8 @@ def predict(asked: PredictOptions) -> None:
         trained = _trained(asked, asked.device)
         torch.set_num_threads(asked.threads or torch.get_num_threads())
         outputs = trained.predict(place(asked.out), asked.data)
-    print(f"{asked.out}: {len(outputs):,} samples, {math.prod(outputs.shape[1:]):,} outputs each")
+    number = math.prod(outputs.shape[1:])
+    print(f"{asked.out}: {len(outputs):,} samples, {number:,} output{'s' * (number != 1)} each")
 
 
 def export(asked: ExportOptions) -> None:
