@@ -31,7 +31,7 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # bugs, papers' figures, trainings until something is learned, every loop on two ranks; and the code and commands of all
 # pages.
 RUNS := $(patsubst %,tests/process/test_%.py,agent_program attacked_runs attach_join attach_loops attach_models attach_resume attach_served backend_ends backend_users bench \
-	branch_runs callbacks client_catalogue codistillation comm_hook comm_hook_ends drift elastic elastic_by_speed elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
+	branch_runs callbacks client_catalogue client_sums codistillation comm_hook comm_hook_ends drift elastic elastic_by_speed elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
 	engines faults federated_runs first_failures flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs late_and_private_clients lbfgs_runs live_page live_page_browser local_engine_ends logged_runs loop_callbacks loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe profiled_runs progress real_clients remote_engine replay \

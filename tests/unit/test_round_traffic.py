@@ -37,6 +37,18 @@ def test_what_a_client_keeps_does_not_come_back() -> None:
     assert kept.down_bytes == whole.down_bytes
     assert kept.up_bytes < whole.up_bytes
     assert round_traffic(fed.fed_rep(), dict(model.named_parameters())) is None
-    for unserved in (pt.strategies.sync_sgd(), fed.secure(), fed.dp_sgd(fed.fed_avg()), fed.fed_buff(lost=0.1)):
+    for unserved in (pt.strategies.sync_sgd(), fed.dp_sgd(fed.fed_avg()), fed.secure(fed.fed_buff())):
         assert round_traffic(unserved, model) is None
     assert pt.explain(fed.private(fed.fed_avg(cohort=7)), parameters=model).round == whole._replace(clients=7)
+
+
+def test_a_secure_sum_is_of_the_tensors_that_travel() -> None:
+    """Keys and shares go both ways beside the model and the masked words."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    plain, masked = round_traffic(fed.fed_rep(10), model), round_traffic(fed.secure(fed.fed_rep(10), 64), model)
+    assert plain is not None
+    assert masked is not None
+    assert masked.numel == 4 * 5 + 5
+    assert masked.plain_bytes == 4 * masked.numel
+    assert masked.up_bytes == fed.secure_bytes(10, masked.numel, 64)
+    assert masked.down_bytes == plain.down_bytes + 10 * 96 + 9 * 82

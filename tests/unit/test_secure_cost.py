@@ -51,13 +51,13 @@ def test_the_cost_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "primitives", lambda: TOY)
     found = secure_cost(SecureSum(64, 40, None), 10, 1000, 4000)
     assert (found.up_bytes, found.plain_bytes) == (secure_bytes(10, 1000, 64), 4000)
-    assert found.down_bytes == 10 * 64 + 9 * 82
+    assert found.down_bytes == 10 * 96 + 9 * 82
     assert min(found.client_s or 0, found.server_s or 0, found.lost_s or 0) > 0
 
 
-def explained(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def explained(capsys: pytest.CaptureFixture[str], *more: str, inner: str = "fed_avg(cohort=10)") -> str:
     with pytest.raises(SystemExit) as end:
-        app(["explain", "secure(fed_avg(cohort=10))", "--parameters", "1000000", *more])
+        app(["explain", f"secure({inner})", "--parameters", "1000000", *more])
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -68,6 +68,15 @@ def test_explain_tells_bytes_and_seconds(capsys: pytest.CaptureFixture[str], mon
     told = json.loads(explained(capsys, "--json"))["secure"]
     assert told["up_bytes"] > told["plain_bytes"] > 0
     assert told["client_s"] > 0
+
+
+def test_explain_counts_no_tensors_that_stay_at_a_client(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "primitives", lambda: TOY)
+    told = json.loads(explained(capsys, "--json", inner="fed_rep(cohort=10)"))
+    assert told["secure"]["plain_bytes"] == told["round"]["plain_bytes"] < told["bytes"]
+    assert told["secure"]["up_bytes"] == told["round"]["up_bytes"]
 
 
 def test_explain_without_the_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

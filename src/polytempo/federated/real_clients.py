@@ -75,6 +75,8 @@ def serve(
     Codes, control variates (`scaffold`), the loss before (`q_fed_avg`) and personal heads are as in `pt.run`, too. Of
     `fed_buff` clients train while the server goes on, and their arrivals are their own; its bits are of a simulated run
     with the same arrivals. Of `private` draws and noise come from a secret of the server, in the run's `noise.jsonl`.
+    Of `secure` a client answers with keys, and its movement has masks that only a sum of clients takes off; a sum that
+    too few clients stay in is made again.
 
     `keys`: the folder that `make_tickets` has made; the key of a connection says which client it is. `listen`:
     the address; loopback by default. `test`: the server's own test set, for scores of rounds (None: it has none).

@@ -50,8 +50,10 @@ def unserved(strategy: Strategy) -> str | None:
         return "a server that asks for a round twice would learn more of samples than it counts"
     if rounds.local.buffering is not None and rounds.local.buffering.lost:
         return "lost= loses movements of simulated clients; leave it out"
-    if rounds.secure is not None:
-        return "its masks are for simulated clients so far"
+    if rounds.secure is not None and rounds.local.buffering is not None:
+        return "a secure sum is of clients that answer in the same round"
+    if rounds.secure is not None and rounds.privacy is not None:
+        return "its draws may have a single client, which no sum hides"
     return None
 
 

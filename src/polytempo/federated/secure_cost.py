@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.core.strategy import SecureSum
-from polytempo.federated.secure_sum import joined, primitives, sealed_bytes, secure_bytes, split
+from polytempo.federated.secure_sum import joined, primitives, secure_bytes, secure_down_bytes, split
 
 _PROBE_BYTES = 1 << 20
-_KEYS_BYTES = 64
 
 
 class SecureCost(NamedTuple):
@@ -39,7 +38,7 @@ def secure_cost(secure: SecureSum, clients: int, numel: int, plain_bytes: int) -
     Cost: some milliseconds: masks of 1 MiB, keys, and the shares of a secret are made and measured.
     """
     up = secure_bytes(clients, numel, secure.bits)
-    down = clients * _KEYS_BYTES + (clients - 1) * sealed_bytes()
+    down = secure_down_bytes(clients)
     try:
         crypto = primitives()
     except Incompatible:

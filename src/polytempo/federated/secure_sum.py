@@ -1,7 +1,7 @@
 """Secure sums: a server learns the sum of clients' vectors, and of one client only numbers that look random.
 
     phase        client u                                                      server
-    0 keys       two key pairs, c and s                              ──────▶   hands all public keys out
+    0 keys       two key pairs, c and s, and SHA-256 of bᵤ           ──────▶   hands all public keys out
     1 shares     bᵤ; Shamir shares of sᵤ and bᵤ, sealed for each v   ──────▶   passes them on
     2 vector     yᵤ = xᵤ + PRG(bᵤ) + Σ_{v>u} PRG(sᵤᵥ) - Σ_{v<u} PRG(sᵤᵥ)  ─▶   names the clients that sent one
     3 unmasking  a share of b of each that sent yᵥ, of s of the others  ───▶   Σ y - Σ PRG(b) ± Σ PRG(s) = Σ x
@@ -15,6 +15,7 @@ without signatures and the consistency check: for a server that keeps to the pro
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ Random = Callable[[int], bytes]
 _FIELD = 2**256 + 297
 """A prime above all secrets of 32 bytes."""
 _KEY_BYTES, _SHARE_BYTES, _TAG_BYTES = 32, 33, 16
+_MOST_TRIES = 200
 PHASES = ("keys", "shares", "vector", "unmasking")
 
 
@@ -116,6 +118,34 @@ class PublicKeys(NamedTuple):
 
     sealing: bytes
     masking: bytes
+    own: bytes
+    """SHA-256 of bᵤ, so that wrong shares of it are noticed."""
+
+
+class WrongShares(ValueError):
+    """Shares are not a client's, or do not give its secret."""
+
+    def __init__(self, why: str, clients: Collection[int]) -> None:
+        """`clients`: clients with wrong shares."""
+        super().__init__(why)
+        self.clients = frozenset(clients)
+
+
+def as_keys(content: bytes) -> PublicKeys:
+    """A client's keys from their bytes, one after the other. ValueError for another number of bytes."""
+    if len(content) != keys_bytes():
+        raise ValueError(f"its keys have {len(content)} bytes, not {keys_bytes()}")
+    return PublicKeys(*(content[begin : begin + _KEY_BYTES] for begin in range(0, keys_bytes(), _KEY_BYTES)))
+
+
+def keys_bytes() -> int:
+    """Bytes of a client's keys."""
+    return len(PublicKeys._fields) * _KEY_BYTES
+
+
+def share_bytes() -> int:
+    """Bytes of a share."""
+    return _SHARE_BYTES
 
 
 def sealed_bytes() -> int:
@@ -134,7 +164,8 @@ class SecureClient:
 
     def keys(self) -> PublicKeys:
         """Phase 0."""
-        return PublicKeys(self._crypto.public(self._sealing), self._crypto.public(self._masking))
+        own = hashlib.sha256(self._own).digest()
+        return PublicKeys(self._crypto.public(self._sealing), self._crypto.public(self._masking), own)
 
     def shares(self, everyone: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
         """Phase 1: for each other client, a share of sᵤ and one of bᵤ, sealed so that it alone can read them."""
@@ -156,9 +187,18 @@ class SecureClient:
         }
 
     def masked(self, received: Mapping[int, bytes], vector: Words) -> Words:
-        """Phase 2: `vector` with a mask of its own, and one with each client that has sent shares."""
+        """Phase 2: `vector` with a mask of its own, and one with each client that has sent shares.
+
+        `WrongShares` for shares that are not from their client.
+        """
+        wrong = []
         for other, sealed in received.items():
-            self._held[other] = self._crypto.unseal(self._key(other), _nonce(other, self._number), sealed)
+            try:
+                self._held[other] = self._crypto.unseal(self._key(other), _nonce(other, self._number), sealed)
+            except Exception:  # InvalidTag, which has no text
+                wrong.append(other)
+        if wrong:
+            raise WrongShares(f"the shares of clients {wrong} were changed, or are not theirs", wrong)
         _enough(self._held, self._threshold, "shares")
         total = vector + mask(self._own, vector, self._crypto)
         for other in received:
@@ -188,23 +228,84 @@ def unmasked(
     """The server's part of phase 3: the sum of the vectors that it has, mod 2^bits.
 
     `told` has the shares that each client of phase 3 gave, of the clients that had sent shares. ValueError where fewer
-    than `threshold` gave some. Cost: a mask for each client, and one for each pair of a lost client and a survivor.
+    than `threshold` gave some; `WrongShares` where a client's give no secret. Cost: a mask for each client, and one for
+    each pair of a lost client and a survivor.
+    """
+    return without_masks(everyone, vectors, secrets_of(everyone, vectors, told, threshold, crypto)[0], crypto)
+
+
+def secrets_of(
+    everyone: Mapping[int, PublicKeys],
+    vectors: Collection[int],
+    told: Mapping[int, Mapping[int, bytes]],
+    threshold: int,
+    crypto: Primitives,
+) -> tuple[dict[int, bytes], frozenset[int]]:
+    """The secrets that `told` opens, b of clients with vectors and s of the others, and the clients that told wrong
+    shares of them, as far as these were needed.
+
+    Errors: as of `unmasked`. `WrongShares` names a client if its shares alone give no secret. If the shares of several
+    clients give none, too many clients tell wrong ones, and it names none.
     """
     _enough(vectors, threshold, "vector")
     _enough(told, threshold, "unmasking")
+    found, wrong, closed = dict[int, bytes](), set[int](), list[int]()
+    for client in next(iter(told.values())):
+        keys, survives = everyone[client], client in vectors
+
+        def right(secret: bytes) -> bool:
+            made = hashlib.sha256(secret).digest() if survives else crypto.public(secret)  # noqa: B023 # used here alone
+            return made == (keys.own if survives else keys.masking)  # noqa: B023
+
+        shares = {holder: each[client] for holder, each in told.items() if holder not in wrong}
+        opened = _opened(shares, threshold, right)
+        if opened is None:
+            closed.append(client)
+            if len(closed) > 1:
+                break
+            continue
+        found[client] = opened[0]
+        wrong |= opened[1]
+    if closed:
+        raise WrongShares(f"the shares of clients {closed} do not give their keys", closed if len(closed) == 1 else ())
+    return found, frozenset(wrong)
+
+
+def without_masks(
+    everyone: Mapping[int, PublicKeys], vectors: Mapping[int, Words], found: Mapping[int, bytes], crypto: Primitives
+) -> Words:
+    """The sum of the vectors, mod 2^bits, by the secrets of `secrets_of`."""
     first = next(iter(vectors.values()))
     total = sum(vectors.values(), np.zeros_like(first))
-    for lost_or_not in next(iter(told.values())):
-        secret = joined({client: shares[lost_or_not] for client, shares in told.items()}, threshold)
-        if lost_or_not in vectors:
+    for client, secret in found.items():
+        if client in vectors:
             total -= mask(secret, first, crypto)
             continue
-        if crypto.public(secret) != everyone[lost_or_not].masking:
-            raise ValueError("shares of a secure sum do not give the key that they are of, so a client sent wrong ones")
         for survivor in vectors:
             key = crypto.agree(secret, everyone[survivor].masking)
-            _add_(total, key, lost_or_not < survivor, crypto)
+            _add_(total, key, client < survivor, crypto)
     return total
+
+
+def _opened(
+    shares: Mapping[int, bytes], threshold: int, right: Callable[[bytes], bool]
+) -> tuple[bytes, set[int]] | None:
+    """The secret of shares that may be wrong in part, and the holders of the wrong ones; None where none is `right`.
+
+    The first shares give it if they are right. Else other ones are tried, `_MOST_TRIES` times: with a third of shares
+    to spare a try leaves one wrong share out with probability 1/3, two with 1/9.
+    """
+    holders, draw = list(shares), random.Random(0)
+    if len(holders) < threshold:
+        return None
+    for tried in range(_MOST_TRIES if len(holders) > threshold else 1):
+        some = draw.sample(holders, threshold) if tried else holders[:threshold]
+        secret = joined({holder: shares[holder] for holder in some}, threshold)
+        if right(secret):
+            rest = [holder for holder in holders if tried and holder not in some]
+            base = {holder: shares[holder] for holder in some[1:]}
+            return secret, {each for each in rest if joined({**base, each: shares[each]}, threshold) != secret}
+    return None
 
 
 def secure_sum(
@@ -244,7 +345,12 @@ def secure_sum(
 
 def secure_bytes(clients: int, numel: int, bits: int = 32) -> int:
     """Bytes that a client sends in a secure sum: keys, shares for the others, the vector, and shares to unmask."""
-    return 2 * _KEY_BYTES + (clients - 1) * sealed_bytes() + numel * bits // 8 + clients * _SHARE_BYTES
+    return keys_bytes() + (clients - 1) * sealed_bytes() + numel * bits // 8 + clients * _SHARE_BYTES
+
+
+def secure_down_bytes(clients: int) -> int:
+    """Bytes that a client receives for a secure sum: the keys of all, and the others' shares for it."""
+    return clients * keys_bytes() + (clients - 1) * sealed_bytes()
 
 
 def split(secret: bytes, threshold: int, holders: Collection[int], random: Random) -> dict[int, bytes]:

@@ -20,6 +20,7 @@ from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
 from polytempo.federated.rounds import CONTROL, unserved
+from polytempo.federated.secure_sum import secure_bytes, secure_down_bytes
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
 from polytempo.spec.text.catalogue import strategy_from
@@ -101,6 +102,10 @@ class RoundTraffic(NamedTuple):
     """Bytes from one client."""
     exact: bool
     """False where a code's bytes depend on the values: then these are the most."""
+    numel: int
+    """Numbers of a client's movement; tensors that stay with it are left out."""
+    plain_bytes: int
+    """Their bytes, without code or masks."""
 
 
 class Explanation(NamedTuple):
@@ -308,12 +313,14 @@ def round_traffic(strategy: Strategy, parameters: nn.Module | Mapping[str, Tenso
     down = whole | {n: _wire(each, rounds.pull_codec) for n, each in trained.items()} | controls
     up = {n: _wire(each, rounds.codec) for n, each in trained.items()} | controls
     codecs = [each for each in (rounds.codec, rounds.pull_codec) if each is not None]
-    return RoundTraffic(
-        rounds.number if rounds.privacy is None else rounds.privacy.cohort,
-        file_bytes(down),
-        file_bytes(up),
-        all(each.facts.fixed for each in codecs),
-    )
+    clients = rounds.number if rounds.privacy is None else rounds.privacy.cohort
+    numel, plain_bytes = sum(each.numel() for each in trained.values()), sum(each.nbytes for each in trained.values())
+    down_bytes, up_bytes = file_bytes(down), file_bytes(up)
+    if rounds.secure is not None:
+        down_bytes += secure_down_bytes(clients)
+        up_bytes = secure_bytes(clients, numel, rounds.secure.bits)
+    exact = all(each.facts.fixed for each in codecs)
+    return RoundTraffic(clients, down_bytes, up_bytes, exact, numel, plain_bytes)
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:

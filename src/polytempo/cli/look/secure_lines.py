@@ -16,7 +16,8 @@ def cost_of(strategy: Strategy, found: Explanation) -> SecureCost | None:
     if rounds is None or rounds.secure is None:
         return None
     clients = rounds.number if rounds.privacy is None else rounds.privacy.cohort
-    return secure_cost(rounds.secure, clients, found.numel, found.parameter_bytes)
+    sent = (found.numel, found.parameter_bytes) if found.round is None else (found.round.numel, found.round.plain_bytes)
+    return secure_cost(rounds.secure, clients, *sent)
 
 
 def secure_lines(cost: SecureCost) -> Iterator[str]:

@@ -22,9 +22,9 @@ def secure(
 
         xₖ ← round(2^fraction · shareₖ Δₖ) mod 2^bits        gradient ← 2^-fraction Σₖ xₖ
 
-    With masks, as in `secure_sum`, the server would see random numbers of each client, and the same sum. Where `pt.run`
-    or `pt.simulate` plays the clients, masks are left out, because they cancel to the bit. `threshold` clients must
-    stay in a sum (None: two thirds of the clients that have trained, and one).
+    With clients of their own machines (`serve`) the words have masks, as in `secure_sum`: the server has random numbers
+    of each client, and the same sum. Where `pt.run` or `pt.simulate` plays the clients, masks are left out: they cancel
+    to the bit. `threshold` clients must stay in a sum (None: two thirds of the clients that have trained, and one).
 
     The gradient is wrong by cohort · 2^-(fraction + 1) at most. A client's weighted movement has numbers below
     2^(bits - 1 - fraction) / cohort (with `private`: over its places, which are more), or the run ends; take fewer
@@ -35,7 +35,7 @@ def secure(
     Errors: `Incompatible` (PT2520) for an inner strategy that needs single movements, or other sums: `fed_robust`, a
     codec up, `q_fed_avg`, `scaffold`.
 
-    Cost: between workers a `tree` of bits / 8 bytes a parameter. Clients of their own machines would send
+    Cost: between workers a `tree` of bits / 8 bytes a parameter. Clients of their own machines send
     `pt.federated.secure_bytes(cohort, numel, bits)` bytes each.
 
     Source: K. Bonawitz et al., "Practical secure aggregation for privacy-preserving machine learning", 2017.

@@ -1,7 +1,7 @@
 """Messages between a server of rounds and its clients. They are msgpack, and tensors in them safetensors; no pickle.
 
-client ──ClientHello, ClientMovement, RoundDeclined──▶ server      at each connection it says hello
-       ◀─ClientWelcome, RoundOrder, ClientRefused, RoundsOver─
+client ──ClientHello, ClientMovement, RoundDeclined, SumTell──▶ server      at each connection it says hello
+       ◀─ClientWelcome, RoundOrder, ClientRefused, RoundsOver, SumAsk─
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class ClientMovement(Struct, tag="movement", frozen=True):
     samples: _Count
     loss: float
     movement: bytes
-    """θ - θₖ or its codes, and the changes of a control variate, by name."""
+    """θ - θₖ or its codes, and the changes of a control variate, by name; for a secure sum the client's public keys."""
     right: float = 0.0
     tested: float = 0.0
     first_loss: float = 0.0
     """The loss of the round's model on its samples, where the strategy weighs by it."""
+    draw: _Count = 0
+    """The order's."""
 
 
 class RoundDeclined(Struct, tag="declined", frozen=True):
@@ -69,6 +71,48 @@ class RoundOrder(Struct, tag="round", frozen=True):
     """The model or its codes, and the server's control variate, by name."""
     taken: int = -1
     """The last round that the server has taken a movement of this client in (-1: none)."""
+    draw: int = 0
+    """The number of a secure sum, never twice the same: a sum that too few clients stay in is made again."""
+
+
+class SumAsk(Struct, tag="ask", frozen=True):
+    """A phase of the secure sum `draw` begins for a client; see `sum_round`."""
+
+    round: int
+    draw: int
+    phase: int
+    content: dict[int, bytes]
+    """Keys, shares or names of clients, by number."""
+    share: float = 0.0
+    """The client's weight in the sum."""
+    failed: list[int] = []
+    """Earlier sums of the round that cannot be opened: their shares do not fit."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and shares."""
+        return sum(map(len, self.content.values()))
+
+
+class SumTell(Struct, tag="tell", frozen=True):
+    """A client's part of a phase. `why`: it leaves the sum. `wrong`: clients that have sent it wrong shares."""
+
+    round: _Count
+    draw: _Count
+    phase: _Count
+    content: dict[int, bytes] = {}
+    why: _Text = ""
+    wrong: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shares or words."""
+        return sum(map(len, self.content.values()))
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The round, the draw and the phase."""
+        return self.round, self.draw, self.phase
 
 
 class ServerBeat(Struct, tag="beat", frozen=True):
@@ -89,8 +133,8 @@ class RoundsOver(Struct, tag="over", frozen=True):
     rounds: int
 
 
-FromClient = ClientHello | ClientMovement | RoundDeclined
-ToClient = ClientWelcome | RoundOrder | ServerBeat | ClientRefused | RoundsOver
+FromClient = ClientHello | ClientMovement | RoundDeclined | SumTell
+ToClient = ClientWelcome | RoundOrder | ServerBeat | ClientRefused | RoundsOver | SumAsk
 
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,6 +21,7 @@ from polytempo.core.strategy import InRounds
 from polytempo.federated.clients import Client
 from polytempo.federated.privacy import clip_
 from polytempo.federated.rounds import CONTROL
+from polytempo.federated.secure_sum import Primitives, primitives
 from polytempo.runs.clients.client_memory import ClientMemory, LostClientState
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
@@ -31,12 +33,15 @@ from polytempo.runs.clients.client_messages import (
     RoundDeclined,
     RoundOrder,
     RoundsOver,
+    SumAsk,
+    SumTell,
     ToClient,
     digest,
     layout,
     packed,
     unpacked,
 )
+from polytempo.runs.clients.sum_part import SumPart, Unmasked
 from polytempo.runs.clients.tickets import ClientTicket, url_of
 from polytempo.runs.frame.arguments import checked_job
 from polytempo.spec.job import Data, Job
@@ -136,6 +141,11 @@ class _ClientLoop:
         self._rounds: InRounds | None = None
         self._from = NO_ROUND
         self._trained = 0
+        self._crypto: Primitives | None = None
+        self._moved: list[Tensor] = []
+        """The movement of `_answer`, for a secure sum."""
+        self._part: SumPart | None = None
+        self._unmasked = Unmasked()
 
     def stay(self) -> ClientPart:
         """Answer the server's rounds until the run is over."""
@@ -157,6 +167,8 @@ class _ClientLoop:
                 self._meet(message)
             elif isinstance(message, RoundOrder):
                 self._train(message)
+            elif isinstance(message, SumAsk):
+                self._add(message)
             elif isinstance(message, ClientRefused):
                 print(f"polytempo: the server refused: {message.why}", file=sys.stderr)
                 if message.final:
@@ -187,6 +199,7 @@ class _ClientLoop:
             self.close()
             run = digest(f"{welcome.strategy} {welcome.seed} {self._layout}".encode())
             self._memory = ClientMemory(None if self._folder is None else self._folder / run)
+        self._crypto = None if strategy.rounds.secure is None else primitives()
         self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
         self._welcome, self._number = welcome, welcome.number
         if self._data.test is not None and self._job.correct is not None:
@@ -204,11 +217,28 @@ class _ClientLoop:
                 self._channel.send(RoundDeclined(order.round, type(error).__name__))  # its text may have data
                 raise
             self._trained, self._from = self._trained + 1, order.taken
+            self._part = None
         assert self._answer is not None
+        answer = self._answer
+        if self._crypto is not None:
+            if self._part is None or self._part.draw != order.draw:
+                assert self._rounds is not None
+                where = self._number, order.draw, f"{order.round} {mark}"
+                self._part = SumPart(*where, self._moved, self._rounds, self._crypto)
+            answer = msgspec.structs.replace(answer, movement=self._part.keys, draw=order.draw)
         if not self._channel.parted_s:  # else the server asks again, after the hello that comes first
-            self._channel.send(self._answer)
+            self._channel.send(answer)
         if self._on_round is not None:
             self._on_round(order.round)
+
+    def _add(self, asked: SumAsk) -> None:
+        """Answer a phase of a secure sum."""
+        if self._part is None or self._part.draw != asked.draw:
+            told = SumTell(asked.round, asked.draw, asked.phase, why="another process had its part of this sum")
+        else:
+            told = self._part.tells(asked, self._unmasked)
+        if not self._channel.parted_s:
+            self._channel.send(told)
 
     def _trained_from(self, order: RoundOrder, mark: str, passes: LocalPasses) -> ClientMovement:
         assert self._rounds is not None
@@ -233,7 +263,9 @@ class _ClientLoop:
         moved = {passes.names[i]: turn.movement[i] for i in turn.used}
         if codec is not None:
             moved = {name: to_wire(each, codec, when, name) for name, each in moved.items()}
-        loss, sent = float(torch.stack(turn.losses).mean()), packed(moved | turn.changes)
+        self._moved = turn.movement if self._crypto is not None else []
+        loss = float(torch.stack(turn.losses).mean())
+        sent = packed(moved | turn.changes) if self._crypto is None else b""
         return ClientMovement(order.round, mark, self._samples, loss, sent, right, tested, turn.first_loss)
 
     def _state(self, order: RoundOrder, passes: LocalPasses) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ round 7   drawn among the clients that are there: 2, 5, 9 ──Round──▶
           ◀─Movement─ 2      NaN: refused by name, and asked no more in this round
                       5      silent at the deadline: the round goes on without it
 
+sum 7     ◀─Movement─ 9      with keys, and then its part of each phase; see `sum_round`      (`secure`)
+
 buffer 7  ◀─Movement─ 9      began in round 5: age 2                             (`fed_buff`)
           ──Round──▶  4      another client begins, with the newest model; 2 and 5 are in training still
 """
@@ -24,7 +26,8 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.strategy import Buffering
 from polytempo.federated.real_clients import RoundRules
 from polytempo.federated.sampling import generator
-from polytempo.runs.clients.answers import checked
+from polytempo.federated.secure_sum import Primitives, Words
+from polytempo.runs.clients.answers import checked, hello_problem
 from polytempo.runs.clients.client_messages import (
     HEADROOM_BYTES,
     ClientHello,
@@ -36,13 +39,15 @@ from polytempo.runs.clients.client_messages import (
     RoundOrder,
     RoundsOver,
     ServerBeat,
+    SumTell,
     ToClient,
     layout,
 )
-from polytempo.runs.clients.open_round import AskedClient, OpenRound, SentRound, sent_round
+from polytempo.runs.clients.open_round import AskedClient, OpenRound, SentRound, note_round, sent_round
+from polytempo.runs.clients.sum_round import SumRound
 from polytempo.runs.clients.tickets import TicketRoster, name_of
 from polytempo.spec.text.plain_text import plain_text
-from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RoundTask
+from polytempo.training.federated.remote_rounds import NO_ROUND, RoundAnswers, RoundTask, SumTask
 from polytempo.training.observe.user_log import user_log
 from polytempo.wire.channel import ChannelServer
 
@@ -74,11 +79,12 @@ class RoundServer:
         tensors: Mapping[str, Tensor],
         most_bytes: int,
         buffering: Buffering | None = None,
+        crypto: Primitives | None = None,
     ) -> None:
         """`welcome`: the message to each client, which gets its number. `places`: answers of a round, or as many as are
         expected. `tensors`: the model's, by name. `most_bytes`: the size of a client's tensors. `buffering`: clients
-        train while the server goes on."""
-        self._buffering = buffering
+        train while the server goes on. `crypto`: the cryptography of secure sums."""
+        self._buffering, self._crypto = buffering, crypto
         self._roster, self._rules, self._welcome, self._places = roster, rules, welcome, places
         self._layout = layout(tensors)
         self._channel: ChannelServer[FromClient, ToClient] = ChannelServer(
@@ -107,30 +113,66 @@ class RoundServer:
         """Clients in training between rounds, and the rounds that they began in."""
         return {client: asked.number for client, asked in self._asked.items()}
 
-    def performed(self, task: RoundTask) -> list[ClientAnswer]:
+    def performed(self, task: RoundTask) -> RoundAnswers:
         """A round; see `RemoteRounds`. PT2518 (a ValueError) where too few clients come or answer."""
-        opened = OpenRound(task, self._places if task.drawn is None else len(task.drawn))
+        opened, words, scale = OpenRound(task, self._places if task.drawn is None else len(task.drawn)), None, 1.0
         self._orders[task.number] = sent_round(task)
         if self._buffering is not None:
             self._fill(opened, self._buffering)
             found = list(opened.answers)
         else:
-            if task.drawn is None:
+            if task.sum is not None:
+                words, scale = self._sum(opened, task.sum)
+            elif task.drawn is None:
                 self._draw(opened)
             else:
                 self._ask_drawn(opened, task.drawn)
             self._asked.clear()
-            found = [each for each in opened.drawn if each in opened.answers]
+            found = opened.found
         began = {asked.number for asked in self._asked.values()}
         self._orders = {number: order for number, order in self._orders.items() if number in began}
         self._begun, self._rounds = True, task.number + 1
         self._note(opened, found)
-        return [opened.answers[each] for each in found]
+        return RoundAnswers([opened.answers[each] for each in found], words, scale)
 
-    def _draw(self, opened: OpenRound) -> None:
-        """Ask clients that are there, and further ones where too few of them answer."""
-        number = opened.number
-        random, least, first = generator(self._welcome.seed, "cohort", number), self._rules.least(self._places), True
+    def _sum(self, opened: OpenRound, task: SumTask) -> tuple[Words, float]:
+        """Add movements under masks, and again where too few clients stay: the sum, and the scale of its weights."""
+        assert self._crypto is not None
+        for attempt in range(self._rules.draws):
+            again = [each for each in opened.found if each in self._there and each not in opened.out]
+            opened.answers.clear()
+            opened.sum = summing = SumRound(opened.number, task, self._crypto, opened.failed)
+            self._ask(again, opened)
+            self._collect(opened)
+            if len(opened.answers) < opened.fewest(self._rules.least(self._places)):
+                self._draw(opened, first=not attempt)
+            weights = opened.weights(opened.found)
+            while summing.begins(weights):
+                self._ask_phase(opened, summing)
+                self._collect(opened)
+            summed, wrong = summing.ends()
+            for client, why in wrong.items():
+                self._out(client, opened, why)
+            if summed is not None:
+                return summed.words, opened.summed(summed.clients, weights)
+        when = f"stayed in the last of {self._rules.draws} secure sums of round {opened.number}"
+        self._too_few(summing.told, when, summing.least)
+        raise AssertionError("too few clients are refused")
+
+    def _ask_phase(self, opened: OpenRound, summing: SumRound) -> None:
+        """Ask the clients of the phase before for this one. Broken connections may come back."""
+        self._asked.clear()
+        for client in summing.there - opened.out.keys():
+            self._asked[client] = AskedClient(opened.number, math.inf)
+            if client in self._there:
+                self._send_round(client, opened)
+            else:
+                self._lost(client)
+
+    def _draw(self, opened: OpenRound, first: bool = True) -> None:
+        """Ask clients that are there, and further ones where too few of them answer. `first`: the round begins."""
+        number, least = opened.number, opened.fewest(self._rules.least(self._places))
+        random = generator(self._welcome.seed, "cohort", number)
         for _ in range(self._rules.draws):
             wanted = self._places - len(opened.answers)
             there = self._enough(self._needed if first else 1, opened)
@@ -232,9 +274,10 @@ class RoundServer:
 
     def _send_round(self, client: int, opened: OpenRound) -> None:
         number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
-        order = self._orders[number]
-        sent = self._channel.sent(self._there[client].peer, RoundOrder(number, order.rates, order.content, taken))
-        opened.sent_bytes += len(order.content) if sent else 0
+        order, asked = self._orders[number], None if opened.sum is None else opened.sum.asks(client)
+        message = asked or RoundOrder(number, order.rates, order.content, taken, opened.draw)
+        sent = self._channel.sent(self._there[client].peer, message)
+        opened.sent_bytes += (asked.num_bytes if asked else len(order.content)) if sent else 0
         if sent is None:
             self._lost(client)
         elif not sent:
@@ -245,7 +288,7 @@ class RoundServer:
     def _collect(self, opened: OpenRound) -> None:
         """Take answers until there are enough, none is to come, or the deadline has passed."""
         until_s = time.monotonic() + self._rules.deadline_s
-        while len(opened.answers) < opened.most:
+        while opened.goes_on:
             now_s = time.monotonic()
             for client, asked in list(self._asked.items()):
                 if now_s >= until_s or now_s - asked.broke_s > self._rules.return_s:
@@ -298,16 +341,14 @@ class RoundServer:
             asked = self._asked.get(client)
             if asked is not None and message.round == asked.number:
                 self._out(client, opened, f"it has an error, {plain_text(message.why[:_MOST_WHY])}")
+        elif isinstance(message, SumTell):
+            self._take_part(client, present, message, opened)
         else:
             self._take(client, present, message, opened)
 
     def _greet(self, client: int, peer: bytes, hello: ClientHello, opened: OpenRound) -> None:
-        most = self._roster.members[client].most_samples
-        if hello.model != self._layout:
-            why = "its job has another model: other names, shapes or dtypes"
-        elif not 1 <= hello.samples <= most:
-            why = f"it says that it has {hello.samples:,} samples, and its ticket is for 1 to {most:,}"
-        else:
+        why = hello_problem(hello, self._layout, self._roster.members[client].most_samples)
+        if why is None:
             self._there[client] = _Present(peer, hello.samples)
             self._samples[client] = hello.samples
             if client not in opened.drawn:  # refused for its hello, which is right now
@@ -323,10 +364,14 @@ class RoundServer:
         self._out(client, opened, why)
 
     def _take(self, client: int, present: _Present, message: ClientMovement, opened: OpenRound) -> None:
-        asked = self._asked.get(client)
+        asked, summing = self._asked.get(client), opened.sum
         number = opened.number if asked is None else asked.number
         problem = None
-        if message.round != number or message.model != self._orders[number].mark:
+        if summing is not None and message.draw == summing.draw and summing.has(client):
+            problem = "its keys are there"
+            if summing.contradicts(client, message.movement):
+                self._out(client, opened, "it has sent other keys before")
+        elif message.round != number or message.model != self._orders[number].mark or message.draw != opened.draw:
             problem = f"round {message.round} has ended, and this is round {opened.number}"
             if asked is not None and client not in opened.old:
                 opened.old.add(client)
@@ -344,6 +389,8 @@ class RoundServer:
         answer, problem = checked(client, message, opened.task)
         if message.samples != present.samples:
             problem = f"it says that it has {message.samples:,} samples, and it said {present.samples:,} before"
+        if problem is None and summing is not None:
+            problem = summing.joins(client, message.movement)
         if problem is not None:
             self._channel.send(present.peer, ClientRefused(problem))
             self._out(client, opened, problem)
@@ -351,6 +398,25 @@ class RoundServer:
         del self._asked[client]
         opened.answers[client] = answer
         opened.received_bytes += len(message.movement)
+
+    def _take_part(self, client: int, present: _Present, message: SumTell, opened: OpenRound) -> None:
+        """Take a client's part of a phase, or its reason to leave the sum."""
+        summing, asked = opened.sum, client in self._asked
+        if summing is None or not asked or message.place != summing.place:
+            if asked and client not in opened.old:
+                opened.old.add(client)
+                self._tell(opened.number, client, f"sent a part of another sum (of round {message.round})")
+            self._channel.send(present.peer, ClientRefused("this phase of the sum is over"))
+            return
+        problem = summing.takes(client, message)
+        if problem is None:
+            del self._asked[client]
+            opened.received_bytes += message.num_bytes
+            return
+        self._channel.send(present.peer, ClientRefused(problem))
+        self._out(client, opened, problem)
+        if message.wrong:  # it can take part in the next sum
+            del opened.out[client]
 
     def _out(self, client: int, opened: OpenRound, why: str) -> None:
         self._asked.pop(client, None)
@@ -364,16 +430,7 @@ class RoundServer:
         user_log().log_text("clients", text)
 
     def _note(self, opened: OpenRound, found: list[int]) -> None:
-        ages = {each: opened.answers[each].age for each in found}
-        names = " ".join(name_of(each) + (f" (age {age})" if age else "") for each, age in ages.items())
-        user_log().log_text("clients/round", f"round {opened.number}: {names}")
-        values = {"clients/there": float(len(self._there)), "clients/refused": float(len(opened.out))}
-        values |= {"clients/sent_bytes": float(opened.sent_bytes)}
-        values |= {"clients/received_bytes": float(opened.received_bytes)}
-        if self._buffering is not None:
-            age = sum(ages.values()) / len(ages)
-            values |= {"clients/age": age, "clients/too_old": float(opened.too_old)}
-        user_log().log(values)
+        note_round(opened, found, len(self._there), self._buffering is not None)
 
     @property
     def _needed(self) -> int:

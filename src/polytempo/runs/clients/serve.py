@@ -15,6 +15,7 @@ from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.federated.real_clients import RoundRules
 from polytempo.federated.rounds import unserved
+from polytempo.federated.secure_sum import primitives
 from polytempo.report.status.progress import Progress
 from polytempo.runs.clients.client_messages import ClientWelcome
 from polytempo.runs.clients.round_server import RoundServer
@@ -60,10 +61,15 @@ def serve(
     welcome = ClientWelcome(0, str(strategy), spec.lr, spec.seed)
     tensors = tensors_of(passes.model)
     most_bytes = sum(most_wire_bytes(each, rounds.codec) for each in tensors.values())
+    crypto = None
+    if rounds.secure is not None:
+        crypto = primitives()
+        most_bytes = max(most_bytes, sum(each.numel() for each in tensors.values()) * rounds.secure.bits // 8)
     if rounds.local.controls:
         most_bytes += sum(each.nbytes for each in tensors.values())
     cohort = rounds.number if rounds.privacy is None else rounds.privacy.cohort
-    server = RoundServer(url_of(listen), roster, rules, welcome, cohort, tensors, most_bytes, rounds.local.buffering)
+    buffering = rounds.local.buffering
+    server = RoundServer(url_of(listen), roster, rules, welcome, cohort, tensors, most_bytes, buffering, crypto)
     noise = NoiseRecord(options.out, len(roster.members), resume=options.resume)
     try:
         own = replace(job, data=RemoteData(rounds.number, server, len(roster.members), noise, test))

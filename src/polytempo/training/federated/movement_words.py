@@ -32,9 +32,9 @@ def words_of(movement: Sequence[Tensor], share: float, clients: int, rounds: InR
     return point.encode(flat.numpy(), clients)
 
 
-def movement_of(words: Words, secure: SecureSum, like: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of movements in a sum of their words, shaped as `like`."""
-    flat = torch.from_numpy(point_of(secure).decode(words))
+def movement_of(words: Words, secure: SecureSum, like: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
+    """The sum of movements in a sum of their words, divided by `scale`, shaped as `like`."""
+    flat = torch.from_numpy(point_of(secure).decode(words)).div_(scale)
     pieces = flat.split([each.numel() for each in like])
     return [piece.view(each.shape).to(each.dtype).to(each.device) for piece, each in zip(pieces, like, strict=True)]
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from polytempo.core import Codec
+from polytempo.core.strategy import SecureSum
 from polytempo.federated.clients import Client
 from polytempo.federated.privacy import Releases
+from polytempo.federated.secure_sum import Words
 from polytempo.spec.job import Data
 from polytempo.training.federated.noise_record import NoiseRecord
 
@@ -42,6 +44,27 @@ class ClientAnswer(NamedTuple):
     """Rounds of the server since the model that the client began with."""
 
 
+class SumTask(NamedTuple):
+    """The secure sum of a round."""
+
+    secure: SecureSum
+    numel: int
+    """Numbers of a movement."""
+    shares: Callable[[Sequence[ClientAnswer]], list[float]]
+    """The weights of clients that have answered."""
+
+
+class RoundAnswers(NamedTuple):
+    """A round as clients have performed it."""
+
+    answers: list[ClientAnswer]
+    """In the order of the draw, or of their arrival. Of a secure sum: the clients with their movement in it."""
+    words: Words | None = None
+    """A secure sum."""
+    scale: float = 1.0
+    """A client's weight in the sum, by its weight among `answers`: below 1 where clients were lost between."""
+
+
 class RoundTask(NamedTuple):
     """A round for clients of other processes."""
 
@@ -64,6 +87,8 @@ class RoundTask(NamedTuple):
     """Clients in training when the run was saved, and the rounds that they began in."""
     earlier: Callable[[int], RoundTask] | None = None
     """An earlier round, for clients in training."""
+    sum: SumTask | None = None
+    """Clients send their movements under masks."""
 
 
 class RemoteRounds(Protocol):
@@ -77,11 +102,8 @@ class RemoteRounds(Protocol):
     def training(self) -> Mapping[int, int]:
         """Clients that train while no round goes on, and the rounds that they began in."""
 
-    def performed(self, task: RoundTask) -> list[ClientAnswer]:
-        """Let a cohort train; the answers in the order of the draw, or of their arrival.
-
-        At least one, but where `task` names the round's clients.
-        """
+    def performed(self, task: RoundTask) -> RoundAnswers:
+        """Let a cohort train. At least one client answers, but where `task` names the round's clients."""
 
 
 @final

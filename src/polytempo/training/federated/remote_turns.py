@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_movements import fair_weights, merged_, to_wire
 from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.federated.local_passes import LocalPasses
-from polytempo.training.federated.remote_rounds import NO_ROUND, ClientAnswer, RemoteData, RoundTask
+from polytempo.training.federated.movement_words import movement_of
+from polytempo.training.federated.remote_rounds import (
+    NO_ROUND,
+    ClientAnswer,
+    RemoteData,
+    RoundAnswers,
+    RoundTask,
+    SumTask,
+)
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.randomness import seed_step
@@ -74,9 +83,31 @@ class RemoteTurns(SlicedGradients):
         if self._past:
             now = self._past[step % len(self._past)]
             torch._foreach_copy_(list(now.values()), [p.detach() for p in self._parameters])
-        answers = self._performed(step)
+        performed = self._performed(step)
+        answers = performed.answers
+        shares = self._shares(answers)
+        if performed.words is None:
+            total, used = self._total(answers, shares), {name for each in answers for name in each.movement}
+        else:
+            assert self._rounds.secure is not None
+            total = movement_of(performed.words, self._rounds.secure, self._parameters, performed.scale)
+        for (name, parameter), each in zip(self._replica.trainable.items(), total, strict=True):
+            sent = performed.words is not None or privacy is not None or name in used
+            parameter.grad = each if sent else None
+        self._count(answers)
+        self._log(answers)
+        zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
+        losses = zip(answers, shares, strict=True)
+        return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
+
+    def _shares(self, answers: Sequence[ClientAnswer]) -> list[float]:
+        """The weights of clients, by their samples."""
         samples = torch.tensor([each.samples for each in answers], dtype=torch.float64)
-        shares = [float(each) for each in self._rounds.shares(samples, self._rounds.local)]
+        return [float(each) for each in self._rounds.shares(samples, self._rounds.local)]
+
+    def _total(self, answers: list[ClientAnswer], shares: list[float]) -> list[Tensor]:
+        """Σ shareₖ Δₖ, with noise where the round is private; a merge takes the movements themselves later."""
+        privacy, step = self._rounds.privacy, self._replica.step
         movements = [self._whole(each) for each in answers]
         self._movements = dict(enumerate(movements)) if self._rounds.merge is not None else {}
         fair = [self._fair(*each) for each in zip(answers, shares, movements, strict=True)]
@@ -98,17 +129,10 @@ class RemoteTurns(SlicedGradients):
         total = along_tree(len(answers) if privacy is None else self._rounds.number, weighed, _added_)
         if self._rounds.local.fairness:
             torch._foreach_div_(total, float(torch.tensor([bottom for _, bottom in fair], dtype=torch.float64).sum()))
-        used = {name for each in answers for name in each.movement}
-        for (name, parameter), each in zip(self._replica.trainable.items(), total, strict=True):
-            parameter.grad = each if name in used or privacy is not None else None
-        self._count(answers)
-        self._log(answers)
-        zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
-        losses = zip(answers, shares, strict=True)
-        return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
+        return total
 
-    def _performed(self, step: int) -> list[ClientAnswer]:
-        """The answers of a round. Clients in training are in the states of a checkpoint afterwards."""
+    def _performed(self, step: int) -> RoundAnswers:
+        """A round's answers. Clients in training are in the states of a checkpoint afterwards."""
         task, privacy, local = self._task(step), self._rounds.privacy, self._rounds.local
         if privacy is not None:
             clients = len(self._taken)
@@ -116,15 +140,15 @@ class RemoteTurns(SlicedGradients):
             task = task._replace(drawn=drawn.tolist())
         if local.buffering is not None:
             task = task._replace(training=_numbers(self._training), earlier=self._task)
-        answers = self._remote.performed(task)
+        performed = self._remote.performed(task)
         self._training.fill_(NO_ROUND)
         for client, number in self._remote.training.items():
             self._training[client] = number
-        return answers
+        return performed
 
     def _task(self, step: int) -> RoundTask:
         """The round `step` for clients: this one, or one with a kept model."""
-        replica, codec = self._replica, self._rounds.pull_codec
+        replica, codec, secure = self._replica, self._rounds.pull_codec, self._rounds.secure
         trainable = {n: p.detach() for n, p in replica.trainable.items()}
         if step != replica.step:
             kept = self._past[step % len(self._past)].values()
@@ -141,6 +165,7 @@ class RemoteTurns(SlicedGradients):
             self._rounds.codec,
             _numbers(self._taken),
             self._problem,
+            sum=None if secure is None else SumTask(secure, sum(p.numel() for p in self._parameters), self._shares),
         )
 
     def _secret(self) -> int:
