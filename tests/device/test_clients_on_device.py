@@ -35,6 +35,8 @@ STRATEGIES = {
     "fed_coded(fed_avg(3, batch_size=4), int8())": CLIENTS,
     "secure(fed_avg(3, batch_size=4))": CLIENTS,
     "private(fed_avg(3, batch_size=4), clip=0.2, noise=0.5)": "iid(6)",
+    "dp_sgd(fed_avg(3, batch_size=4), clip=0.2, noise=0.5)": CLIENTS,
+    "dp_sgd(clip=0.2, noise=0.5)": None,
 }
 
 

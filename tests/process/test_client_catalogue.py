@@ -32,6 +32,7 @@ ARGUMENTS = {"fed_buff": "cohort=3, concurrency=2", "scaffold": "cohort=3, serve
 AROUND = {"fed_coded", "fed_robust", "secure"}
 """Strategies around a strategy: columns of the table."""
 ROWS = [f"{name}({ARGUMENTS.get(name, 'cohort=3')})" for name in strategies.__all__ if name not in AROUND]
+ROWS.append("dp_sgd(fed_avg(cohort=3), clip=0.5, noise=0.0)")
 ROWS.append("private(fed_avg_m(cohort=3), clip=0.05, noise=0.0)")
 CODES = {"plain": (None, None), "up": (qsgd(levels=127), None), "both": (top_k(0.1), int8())}
 WEIGHED = ("fed_nova", "q_fed_avg", "scaffold", "fed_buff", "private")

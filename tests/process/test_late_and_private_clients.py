@@ -5,6 +5,7 @@ Servers and clients are threads of this process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import polytempo as pt
 from laws.test_federated import CLIENTS, SEED, job, simulated, wide
 from laws.test_private_rounds import accountant
 from polytempo import federated as fed
@@ -179,6 +181,52 @@ def test_private_rounds_of_real_clients_have_the_bits_of_simulated_ones(
     )
     assert run.texts() == []
     assert (tmp_path / "run/noise.jsonl").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.usefixtures("accountant")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp_sgd(fed_avg(cohort=3, epochs=2, batch_size=4), noise=0.7)",
+        "dp_sgd(scaffold(cohort=4, batch_size=4), clip=0.5)",
+    ],
+)
+def test_private_samples_of_real_clients_have_the_bits_and_epsilon_of_simulated_ones(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The secret of each client's noise is the run's seed here, which it never is elsewhere."""
+    monkeypatch.setattr(noise_record, "drawn_secret", lambda: SEED)
+    run = Running(tmp_path, parse_strategy(text), steps=4)
+    for client in range(CLIENTS):
+        run.join(client)
+    found = run.end()
+    same = pt.simulate(job(), text, workers=1, clients="by_size(6, sigma=0.7)", seed=SEED, steps=4)
+    assert found.parameters_sha256 == same.parameters_sha256
+    assert found.metrics == same.metrics
+    assert found.metrics["epsilon"] > 1
+    assert run.texts() == []
+
+
+@pytest.mark.usefixtures("accountant")
+def test_noise_of_samples_is_new_in_each_turn_and_counted_for_lost_rounds(
+    dies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies with its round 3 and makes rounds 2 and 3 again: 7 turns of two passes each, of all clients.
+
+    The first server has a secret, too, in its record.
+    """
+    drawn = itertools.count()
+    monkeypatch.setattr(noise_record, "drawn_secret", drawn.__next__)
+    strategy = parse_strategy("dp_sgd(fed_avg(cohort=6, epochs=2, batch_size=4), noise=0.7)")
+    dies(3)
+    first = Running(tmp_path, strategy, steps=5, checkpoint_every=2)
+    joined = [first.join(client) for client in range(CLIENTS)]
+    with pytest.raises(OSError, match="machine is gone"):
+        first.result.result(LONG_S)
+    dies(-1)
+    found = Running(tmp_path, strategy, steps=5, resume=True, listen=first.address).end()
+    assert found.metrics["epsilon"] == pytest.approx(7 * 2 + 0.7 / 1e6)
+    assert sum(each.result(LONG_S).trained for each in joined) == 7 * CLIENTS == next(drawn) - 1
 
 
 @pytest.mark.usefixtures("accountant")

@@ -110,7 +110,6 @@ def test_a_server_that_died_goes_on_and_its_clients_come_back(strategy: Strategy
         fed.fed_buff(2, 2, lost=0.5),
         fed.secure(fed.fed_buff(3, 2)),
         fed.secure(fed.private(fed.fed_avg(3), noise=0.0)),
-        fed.dp_sgd(fed.fed_avg(3), noise=0.0),
         pt.strategies.sync_sgd(),
     ],
     ids=str,

@@ -75,6 +75,7 @@ def serve(
     Codes, control variates (`scaffold`), the loss before (`q_fed_avg`) and personal heads are as in `pt.run`, too. Of
     `fed_buff` clients train while the server goes on, and their arrivals are their own; its bits are of a simulated run
     with the same arrivals. Of `private` draws and noise come from a secret of the server, in the run's `noise.jsonl`.
+    Of `dp_sgd` a client's noise comes from its own secrets, and each order to it counts.
     Of `secure` a client answers with keys, and its movement has masks that only a sum of clients takes off; a sum that
     too few clients stay in is made again.
 

@@ -46,8 +46,6 @@ def unserved(strategy: Strategy) -> str | None:
     rounds = strategy.rounds
     if rounds is None:
         return "it has no rounds"
-    if strategy.sample_privacy is not None:
-        return "a server that asks for a round twice would learn more of samples than it counts"
     if rounds.local.buffering is not None and rounds.local.buffering.lost:
         return "lost= loses movements of simulated clients; leave it out"
     if rounds.secure is not None and rounds.local.buffering is not None:

@@ -38,8 +38,9 @@ def dp_sgd(inner: Strategy | None = None, clip: float = 1.0, noise: float = 1.0,
     it is of the client that has trained most. Noise 0 clips only, and there is no ε. The extra `privacy` brings the
     accountant.
 
-    Rows of training have losses without noise. Noise is drawn from the run's seed, so it must stay a secret. Scores of
-    samples, and the rounding of floats, are not counted.
+    Rows of training have losses without noise. Noise is drawn from the run's seed, so it must stay a secret; clients on
+    machines of their own (`serve`) make secrets of their own, and ε counts all orders to them. Scores of samples, and
+    the rounding of floats, are not counted.
 
     Cost: a gradient for each sample, in chunks of 256 MiB, and a draw of noise for the model in each step.
 

@@ -49,6 +49,7 @@ from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.federated import noise_record
 from polytempo.training.federated.client_movements import from_wire, to_wire
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND
@@ -253,6 +254,7 @@ class _ClientLoop:
         if self._evaluation is not None:
             scored = found | (state if passes.kept else {})
             right, tested = self._evaluation.sums(scored, 0, 1)[2:4].tolist()
+        passes.noise_seed = noise_record.drawn_secret()
         turn = passes.turn(client, order.round, received, found, controls, state, order.rates)
         if turn.state:
             assert self._memory is not None

@@ -275,8 +275,12 @@ class RoundServer:
     def _send_round(self, client: int, opened: OpenRound) -> None:
         number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
         order, asked = self._orders[number], None if opened.sum is None else opened.sum.asks(client)
+        peer = self._there[client].peer
+        if asked is None and peer not in opened.counted:
+            opened.counted.add(peer)
+            opened.task.asked(client)
         message = asked or RoundOrder(number, order.rates, order.content, taken, opened.draw)
-        sent = self._channel.sent(self._there[client].peer, message)
+        sent = self._channel.sent(peer, message)
         opened.sent_bytes += (asked.num_bytes if asked else len(order.content)) if sent else 0
         if sent is None:
             self._lost(client)
@@ -414,9 +418,11 @@ class RoundServer:
             opened.received_bytes += message.num_bytes
             return
         self._channel.send(present.peer, ClientRefused(problem))
-        self._out(client, opened, problem)
         if message.wrong:  # it can take part in the next sum
-            del opened.out[client]
+            del self._asked[client]
+            self._tell(opened.number, client, problem.removeprefix("it "))
+        else:
+            self._out(client, opened, problem)
 
     def _out(self, client: int, opened: OpenRound, why: str) -> None:
         self._asked.pop(client, None)

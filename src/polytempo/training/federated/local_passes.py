@@ -71,6 +71,8 @@ class LocalPasses:
         """The learning rates of the rounds before, the last one's at the end."""
         spec.strategy.fit(spec.strategy, self._rates)
         privacy = spec.strategy.sample_privacy
+        self.noise_seed = spec.seed
+        """The seed of private samples' noise: a client of its own machine has a secret for each turn."""
         self._private = None if privacy is None else SampleGradients(spec.job, self.model, privacy, str(spec.strategy))
 
     def follow(self, step: int) -> None:
@@ -174,7 +176,7 @@ class LocalPasses:
         """Leave a batch's gradient in `.grad`, and return its loss. `place`: client, round and step."""
         if self._private is not None:
             client, step, number = place
-            loss = self._private.compute(batch, seed_of(self._seed, client, step, f"noise of step {number}"))
+            loss = self._private.compute(batch, seed_of(self.noise_seed, client, step, f"noise of step {number}"))
             if check is not None:
                 check(loss)
             return loss

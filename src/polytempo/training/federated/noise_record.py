@@ -1,9 +1,10 @@
-"""`NoiseRecord`: the secret of private rounds with real clients, and the rounds that have had their noise.
+"""`NoiseRecord`: the secret of private rounds with real clients, noisy rounds, and turns of clients with noise.
 
 out/noise.jsonl   {"secret": …, "clients": 40}      drawn once for a run; clients know the run's seed, and not this
                   [0, "9f3a…"]                      round 0, and a digest of its answers, written before its noise
                   [1, "04c1…"]
                   [1, "77e0…"]                      after a resume the round had other answers, and so other noise
+                  [2, [17]]                         client 17 is asked for its movement in round 2 (`dp_sgd`)
 
 Two sums of different answers with the same noise would tell the difference of the answers without any.
 """
@@ -35,6 +36,7 @@ class NoiseRecord:
         self._clients, self._resume = clients, resume
         self._digests: dict[int, list[str]] = {}
         self._secret: int | None = None
+        self._turns = Counter[int]()
         self._earlier = frozenset[int]()
         """Rounds of earlier processes."""
 
@@ -46,8 +48,11 @@ class NoiseRecord:
         if self._secret is None:
             lines = self._lines(rounds)
             self._secret = int(lines[0]["secret"], 16)
-            for number, digest in lines[1:]:
-                self._digests.setdefault(number, []).append(digest)
+            for number, told in lines[1:]:
+                if isinstance(told, str):
+                    self._digests.setdefault(number, []).append(told)
+                else:
+                    self._turns.update(told)
             self._earlier = frozenset(self._digests)
         return self._secret
 
@@ -61,6 +66,16 @@ class NoiseRecord:
             self._write([number, digest])
             known.append(digest)
         return known.index(digest)
+
+    def ask(self, number: int, client: int) -> None:
+        """A client is asked for its movement in a round, written down before it returns; see `attempt`."""
+        self._write([number, [client]])
+        self._turns[client] += 1
+
+    def most_turns(self, rounds: int) -> int:
+        """Movements that a client has been asked for, of the client with most, and lost rounds included."""
+        self.secret(rounds)
+        return max(self._turns.values(), default=0)
 
     def releases(self, rounds: int) -> Releases:
         """Noisy sums before round `rounds`, and noisy sums of earlier processes."""

@@ -58,7 +58,7 @@ class RoundAnswers(NamedTuple):
     """A round as clients have performed it."""
 
     answers: list[ClientAnswer]
-    """In the order of the draw, or of their arrival. Of a secure sum: the clients with their movement in it."""
+    """Answers by draw or by arrival. Of a secure sum: the clients with their movement in it."""
     words: Words | None = None
     """A secure sum."""
     scale: float = 1.0
@@ -87,6 +87,8 @@ class RoundTask(NamedTuple):
     """Clients in training when the run was saved, and the rounds that they began in."""
     earlier: Callable[[int], RoundTask] | None = None
     """An earlier round, for clients in training."""
+    asked: Callable[[int], None] = lambda client: None
+    """Counts a client that is asked next, and may train."""
     sum: SumTask | None = None
     """Clients send their movements under masks."""
 
@@ -126,6 +128,10 @@ class RemotePlaces(Dataset[Client]):
     def counted(self, client: Client) -> int:
         """1: the weights of clients are known at the end of the round."""
         return 1
+
+    def most_turns(self, rounds: int) -> int:
+        """Turns of the client with most, lost rounds included."""
+        return self._noise.most_turns(rounds)
 
     def releases(self, rounds: int) -> Releases:
         """Noisy sums of the first `rounds` rounds, and of rounds that a server lost before it was resumed."""

@@ -46,6 +46,8 @@ class RemoteTurns(SlicedGradients):
         assert isinstance(spec.job.data, RemoteData)
         remote, trainable = spec.job.data, replica.trainable
         self._rounds, self._remote, self._noise = spec.strategy.rounds, remote.rounds, remote.noise
+        privacy = spec.strategy.sample_privacy
+        self._private_samples = privacy is not None and privacy.noise > 0
         self._passes = LocalPasses(spec, self._rounds.local, self._parameters[0].device, tuple(trainable))
         self._movements: dict[int, list[Tensor]] = {}
         self._controls = {
@@ -165,8 +167,15 @@ class RemoteTurns(SlicedGradients):
             self._rounds.codec,
             _numbers(self._taken),
             self._problem,
+            asked=self._ask,
             sum=None if secure is None else SumTask(secure, sum(p.numel() for p in self._parameters), self._shares),
         )
+
+    def _ask(self, client: int) -> None:
+        """Count a turn of a client with private samples."""
+        if self._private_samples:
+            self._secret()
+            self._noise.ask(self._replica.step, client)
 
     def _secret(self) -> int:
         return self._noise.secret(self._replica.step)
