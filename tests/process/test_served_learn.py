@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 WORKERS, EPOCHS, SAMPLES = 4, 8, 8 * 1437
 STRATEGIES = [
-    strategies.async_diloco(shards=2),
+    strategies.async_diloco(shards=2, delay=2),
     strategies.async_sgd(shards=2),
     strategies.backup_workers(backups=1, shards=2),
     strategies.dc_asgd(shards=2),

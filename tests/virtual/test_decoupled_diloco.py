@@ -93,11 +93,11 @@ def test_workers_that_go_on_hide_the_link_and_the_quorum() -> None:
     assert going_on.loss < 0.2
 
 
-@pytest.mark.parametrize("quorum", [2, 4])
-def test_a_worker_that_dies_is_not_waited_for(quorum: int) -> None:
+@pytest.mark.parametrize(("quorum", "delay"), [(2, 0), (4, 0), (4, 3)])
+def test_a_worker_that_dies_is_not_waited_for(quorum: int, delay: int) -> None:
     """A quorum of all shrinks with them; the dead worker's batches are trained on by others."""
     cluster = replace(ethernet(), faults=(Crash(rank=1, step=3),))
-    result = pt.simulate(DIGITS, strategies.decoupled_diloco(5, quorum), 4, cluster, epochs=1)
+    result = pt.simulate(DIGITS, strategies.decoupled_diloco(5, quorum, delay=delay), 4, cluster, epochs=1)
     assert result.samples == 1437
     assert result.server is not None
     assert [worker["worker"] for worker in result.server["workers"]] == [0, 2, 3]
