@@ -56,6 +56,12 @@ def movement(objects: MemoryObjects, name: str) -> Tensor:
     return found.tensors["movement"]
 
 
+def orphans(objects: MemoryObjects) -> set[str]:
+    """Movements that no entry names."""
+    named = {entry.get("movement") for entry in entries(objects)}
+    return {name for name in objects.content if name.startswith("moved/")} - named
+
+
 def by_hand(objects: MemoryObjects, lr: float, momentum: float) -> Tensor:
     """The log's movements, each a step of Nesterov's with its share of the rate, in plain torch."""
     position, velocity, members = flat(net_of(0)), torch.zeros_like(flat(net_of(0))), set(range(WORKERS))
@@ -155,6 +161,7 @@ def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> No
     for found in (*others, again):
         assert not isinstance(found, BaseException), found
     assert counted(crew.objects) == ONCE
+    assert orphans(crew.objects) == set()
 
 
 def test_a_quorum_waits_for_no_dead_worker() -> None:
@@ -194,6 +201,28 @@ def test_a_window_in_the_log_that_no_worker_needs_is_a_meeting_of_all() -> None:
         ends.append(crew.run()[0][0])
         assert all(entry["kind"] != "elapsed" for entry in entries(crew.objects))
     assert torch.equal(*ends)
+
+
+def test_the_movement_of_a_dead_worker_is_removed_when_it_is_left_out() -> None:
+    """Worker 2 is killed between its second movement and the entry."""
+    puts = [0]
+
+    def die(number: int, operation: str, name: str) -> None:
+        puts[0] += operation == "lost put" and name.startswith("moved/")
+        if puts[0] == 2:
+            raise Killed
+
+    crew, seen = Crew(WORKERS), list[set[str]]()
+    for worker in range(WORKERS):
+        faults = Faults(crew.objects, die) if worker == 2 else None
+        crew.add(worker, loop("decoupled_diloco(period=4, quorum=3)"), objects=faults)
+    remove = crew.objects.remove
+    crew.objects.remove = lambda name: (seen.append(orphans(crew.objects)), remove(name))[1]  # type: ignore[method-assign]
+    *others, killed = crew.run()
+    assert isinstance(killed, Killed)
+    assert not any(isinstance(found, BaseException) for found in others)
+    assert max(map(len, seen)) == 1
+    assert orphans(crew.objects) == set()
 
 
 def test_a_worker_that_was_left_out_comes_again() -> None:

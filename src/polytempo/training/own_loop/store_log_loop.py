@@ -94,6 +94,8 @@ class LogLoop:
         self._waiting: set[int] = set()
         """The workers with a push that is not in the parameters yet."""
         self._ledger: dict[str, dict[str, Any]] = {}
+        self._unnamed: list[str] = []
+        """Movements of processes that this worker's next entry ends."""
         self._basis = 0
         self._answer: Tensor | None = None
         self._left_out = self._met = False
@@ -144,7 +146,7 @@ class LogLoop:
             facts = {"clock": push.clock, "basis": self._basis, "samples": samples, "life": self._rounds.life}
             return {"kind": "push", "worker": self._worker, "mine": mine, **facts}
 
-        if not self._current(lambda: self._log.append(entry, movement)):
+        if not self._current(lambda: self._log.append(entry, movement, self._next_movement(self._worker))):
             self._left_out = True
             self._come()
 
@@ -169,7 +171,8 @@ class LogLoop:
             elif now_s - from_s > self._rounds.timeout_s:
                 self._rounds.fail("makes an entry")
             elif now_s - since_s > self._rounds.wait_s:
-                self._current(lambda: self._log.append(self._absent))
+                if self._current(lambda: self._log.append(self._absent)):
+                    self._remove_unnamed()
                 since_s = now_s
             else:
                 until_s = since_s + self._rounds.wait_s
@@ -181,10 +184,28 @@ class LogLoop:
         is_open = self._shard.window_s is not None and self._shard.version == version
         return {"kind": "elapsed", "version": version} if is_open else None
 
+    def _comes(self) -> dict[str, Any] | None:
+        """Be a member, in this process's life."""
+        known = self._worker in self._members and self._worker in self._lives
+        self._unnamed = [self._next_movement(self._worker)] if known else []
+        comes = {"kind": "comes", "workers": [self._worker], "life": self._rounds.life}
+        return None if self._takes_part else comes
+
     def _absent(self) -> dict[str, Any] | None:
         """Leave out the workers that others wait for."""
         gone = sorted(set(self._members) - self._waiting - {self._worker})
+        self._unnamed = [self._next_movement(worker) for worker in gone]
         return {"kind": "left", "workers": gone} if gone and self._answer is None else None
+
+    def _next_movement(self, worker: int) -> str:
+        """The name of a worker's next movement: no later process of it has the same, nor it when it comes again."""
+        life, member, number = self._lives.get(worker), self._members.get(worker), self._sequences[worker]
+        return f"moved/{worker}-{life}-{member}-{number}"
+
+    def _remove_unnamed(self) -> None:
+        """Remove movements that lost processes may have put. By this worker's last entry no other will name them."""
+        for name in self._unnamed:
+            self._rounds.store.remove(name)
 
     def _current(self, work: Callable[[], bool]) -> bool:
         """The answer of `work`, from a newer state where this worker has fallen behind."""
@@ -220,8 +241,8 @@ class LogLoop:
     def _come(self) -> None:
         """Take over the newest parameters, and be a member."""
         self._load()
-        comes = {"kind": "comes", "workers": [self._worker], "life": self._rounds.life}
-        self._current(lambda: self._log.append(lambda: None if self._takes_part else comes))
+        if self._current(lambda: self._log.append(self._comes)):
+            self._remove_unnamed()
         if self._worker not in self._waiting:
             self._take()
         if str(self._worker) in self._ledger:

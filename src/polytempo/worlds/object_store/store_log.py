@@ -1,7 +1,7 @@
 """`StoreLog`: one order of entries for workers that see an object store alone, by conditional puts of numbered names.
 
     RUN/log/00000012           entry 12: its worker, samples, position in the data, its movement's name; kept for ever
-    RUN/moved/3fa85f…          the movement of an entry, under a drawn name
+    RUN/moved/2-3fa85f…-7      the movement of an entry, under a name that no other movement has
     RUN/states/00000040        the state after 40 entries
     RUN/newest                 the number of the last state that was put
 
@@ -79,11 +79,15 @@ class StoreLog:
             self._take(LogEntry(found.about, movement))
         return self.next > before
 
-    def append(self, make: Callable[[], dict[str, Any] | None], movement: Tensor | None = None) -> bool:
-        """Append `make()`, which is asked after the entries so far. False where it answers None."""
-        name = None
+    def append(
+        self, make: Callable[[], dict[str, Any] | None], movement: Tensor | None = None, name: str | None = None
+    ) -> bool:
+        """Append `make()`, which is asked after the entries so far. False where it answers None.
+
+        `name`: the movement's, if another worker is to know it; otherwise it is drawn.
+        """
         if movement is not None:
-            name = f"moved/{secrets.token_hex(12)}"
+            name = name or f"moved/{secrets.token_hex(12)}"
             self.store.put(name, packed({"movement": movement}, {}))
         while True:
             self.catch_up()
