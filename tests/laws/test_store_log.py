@@ -164,6 +164,42 @@ def test_a_worker_may_be_killed_at_any_request(strategy: str, moment: int) -> No
     assert orphans(crew.objects) == set()
 
 
+def test_a_worker_leaves_once_its_last_push_is_in_the_parameters() -> None:
+    """A push that waits for its quorum would be lost with its worker."""
+    crew = Crew(2)
+    for worker in (0, 1):
+        crew.add(worker, steady(loop("decoupled_diloco(period=4, quorum=2, delay=3)"), 1.0 + 3.0 * worker))
+    assert not any(isinstance(found, BaseException) for found in crew.run())
+    seen = [(entry["kind"], *entry.get("workers", [entry.get("worker")])) for entry in entries(crew.objects)]
+    last = max(place for place, entry in enumerate(seen) if entry == ("push", 0))
+    assert ("push", 1) in seen[last : seen.index(("left", 0))]
+
+
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_a_state_is_saved_while_a_pull_is_under_way(step: int) -> None:
+    """It has the pull's answer, and the loop goes on as without it."""
+    ends = []
+    for saved_at in (None, step):
+        crew = Crew(1)
+
+        def work(world: StoreWorld, saved_at: int | None = saved_at) -> Tensor:
+            net = net_of(0)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+            handle = pt.attach(net, optimizer, "async_diloco(period=4, delay=2)", world=world)
+            for x, y in pt.shard(DATA, batch_size=4, world=world):
+                optimizer.zero_grad()
+                ((net(x) - y) ** 2).mean().backward()
+                optimizer.step()
+                if handle.step == saved_at:
+                    assert any(tensor.abs().sum() > 0 for tensor in handle.state_dict()["tensors"].values())
+            world.leave()
+            return flat(net)
+
+        crew.add(0, work)
+        ends += crew.run()
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
+
+
 def test_a_quorum_waits_for_no_dead_worker() -> None:
     """All are asked for, and worker 2 never comes: after `wait_s` it is left out, once."""
     crew = Crew(WORKERS)

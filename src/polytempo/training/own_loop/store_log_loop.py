@@ -64,7 +64,7 @@ def attach_by_log(
     loop = LogLoop(world, model, optimizer, strategy, facts)
     own = replace(strategy, meeting=ByMessages(), parameters=loop.through_log(strategy.parameters), synchronized=False)
     handle = attach_alike(model, optimizer, own, world=world, options=options)
-    world.follows, world.parting = loop, loop.leave
+    world.follows, world.parting, world.pulled = loop, loop.leave, loop.answered
     handle.on_step(loop.stepped)
     return handle
 
@@ -105,7 +105,7 @@ class LogLoop:
         self._come()
         values = list(trainable(model, optimizer).values())
         with torch.no_grad():
-            for value, part in zip(values, self._answered().split([v.numel() for v in values]), strict=True):
+            for value, part in zip(values, self.answered().split([v.numel() for v in values]), strict=True):
                 value.copy_(part.view_as(value))
 
     # ------------------------------------------------------------------ the transform
@@ -129,8 +129,8 @@ class LogLoop:
                 return Work(pull)
             case Work(None):
                 return None
-            case Pull() | Work(Pull()):
-                return self._answered()
+            case Pull():
+                return self.answered()
         return await op
 
     def _push(self, push: Push) -> None:
@@ -150,7 +150,7 @@ class LogLoop:
             self._left_out = True
             self._come()
 
-    def _answered(self) -> Tensor:
+    def answered(self) -> Tensor:
         """The parameters that this worker goes on from, once its push is in them."""
         clock, looks = self._rounds.store.clock, PatientLooks(self._rounds.store)
         from_s = since_s = clock.now()
@@ -234,7 +234,9 @@ class LogLoop:
         return torch.is_grad_enabled() and self._model.training
 
     def leave(self, *, done: bool = True) -> None:
-        """Tell the others not to wait for this worker."""
+        """Tell the others not to wait for this worker, once its last push is in the parameters."""
+        if done and self._takes_part and self._worker in self._waiting:
+            self.answered()
         left = {"kind": "left", "workers": [self._worker], "life": self._rounds.life}
         self._current(lambda: self._log.append(lambda: left if self._takes_part else None))
 

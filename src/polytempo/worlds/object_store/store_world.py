@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.op import Collective, Op, Recv, Send
+from polytempo.core.op import Collective, Op, Pull, Recv, Send, Work
 from polytempo.core.system.url_path import UrlPath
 from polytempo.worlds.object_store.object_store import ObjectStore, StoreFailed, StoreRequests
 from polytempo.worlds.object_store.objects import objects_at
@@ -78,9 +78,17 @@ class StoreWorld(ProcessWorld):
         self.rounds = rounds
         self.parting: Callable[..., None] = rounds.leave
         """Tells the other workers that this one goes; `done`: with its work behind it."""
+        self.pulled: Callable[[], Any] | None = None
+        """The answer to a pull that was begun, where the store has a log."""
         self.transport = StoreTransport(rounds)
         self.trace = StoreTrace(rounds.store.requests)
         rounds.store.waits = self._waited
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation, or an object to wait for."""
+        if isinstance(op, Work) and isinstance(op.handle, Pull) and self.pulled is not None:
+            return self.pulled()
+        return super().perform(op)
 
     def _waited(self, seconds: float) -> None:
         self.waited_s += seconds
