@@ -177,7 +177,7 @@ def test_a_worker_leaves_once_its_last_push_is_in_the_parameters() -> None:
 
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_a_state_is_saved_while_a_pull_is_under_way(step: int) -> None:
-    """It has the pull's answer, and the loop goes on as without it."""
+    """The loop goes on as without it."""
     ends = []
     for saved_at in (None, step):
         crew = Crew(1)
