@@ -20,7 +20,7 @@ from polytempo import federated as fed
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.core.strategy import InRounds, Privacy
 from polytempo.federated.clients import Cohorts
-from polytempo.federated.privacy import add_noise_, clip_, epsilon
+from polytempo.federated.privacy import add_noise_, clip_, epsilon, gaussian_like, noise_source
 from polytempo.spec.text.catalogue import parse_strategy
 
 CLIENTS, WIDTH, LR = 40, 50, 0.1
@@ -106,10 +106,17 @@ def test_the_noise_of_a_round_has_deviation_z_s_over_m(clip: float, noise: float
 
 def test_noise_of_known_scale() -> None:
     part = [torch.zeros(20_000), torch.zeros(100, 100)]
-    torch.manual_seed(1)
-    add_noise_(part, Privacy(clip=2.0, noise=1.5, delta=1e-5, cohort=6))
+    add_noise_(part, Privacy(clip=2.0, noise=1.5, delta=1e-5, cohort=6), noise_source(1))
     for each in part:
         assert float(each.std()) == pytest.approx(0.5, rel=0.03)
+
+
+def test_all_of_a_secret_draws_its_noise() -> None:
+    """torch's generator on the CPU takes 32 bits of a seed, which a server could try one by one."""
+    like = torch.zeros(5)
+    first, others = gaussian_like(like, noise_source(3, 1)), [noise_source(3 + (1 << 100), 1), noise_source(3, 2)]
+    assert torch.equal(gaussian_like(like, noise_source(3, 1)), first)
+    assert not any(torch.equal(gaussian_like(like, other), first) for other in others)
 
 
 @pytest.mark.usefixtures("accountant")

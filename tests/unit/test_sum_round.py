@@ -155,6 +155,45 @@ def test_a_client_that_accuses_leaves_alone() -> None:
     assert wrong == {}
 
 
+def test_accusations_of_few_are_of_the_accusers() -> None:
+    """Three of eight leave and accuse client 1, whose shares the others can read; client 7 says nothing."""
+    found = Sum(movements(), rounds_of())
+    found.phase()
+    accusing = dict.fromkeys((2, 4, 6), lambda told: replace(told, why="wrong", wrong=[1, -1, 99]))
+    assert list(found.phase({7}, accusing)) == [2, 4, 6]
+    assert [found.server.accuses(SumTell(3, 0, 2, why="wrong", wrong=wrong)) for wrong in ([1], [-1, 99], [])] == [
+        True,
+        False,
+        False,
+    ]
+    assert found.server.silent == {7}
+    assert not found.server.begins(found.weights)
+    assert found.server.ends() == (None, dict.fromkeys((2, 4, 6), "most clients can read the shares of client-1"))
+
+
+@pytest.mark.parametrize("phase", [1, 3])
+def test_a_client_takes_part_in_no_sum_of_too_few(phase: int) -> None:
+    """A server could ask it for a sum of itself alone."""
+    found = Sum(movements(), rounds_of())
+    for _ in range(phase - 1):
+        found.phase()
+    assert found.server.begins(found.weights)
+    asked = found.server.asks(0)
+    assert asked is not None
+    few = replace(asked, content={0: asked.content[0]})
+    assert "would tell of one" in found.parts[0].tells(few, found.unmasked[0]).why
+
+
+def test_a_share_told_wrong_by_one_of_no_spare_holder_names_no_dealer() -> None:
+    """Six of eight are needed and six tell: the wrong one can be the holder as well as the dealer."""
+    found = Sum(movements(), rounds_of())
+    found.phase()
+    found.phase()
+    wrong = {1: lambda told: replace(told, content={**told.content, 0: bytes(len(told.content[0]))})}
+    assert found.phase({6, 7}, wrong) == {}
+    assert found.server.ends() == (None, {})
+
+
 @pytest.mark.parametrize("liars", [{0}, {3, 6}])
 @pytest.mark.parametrize("lost", [set(), {7}])
 def test_wrong_shares_are_named_and_left_out(liars: set[int], lost: set[int]) -> None:

@@ -244,12 +244,12 @@ def secrets_of(
     """The secrets that `told` opens, b of clients with vectors and s of the others, and the clients that told wrong
     shares of them, as far as these were needed.
 
-    Errors: as of `unmasked`. `WrongShares` names a client if its shares alone give no secret. If the shares of several
-    clients give none, too many clients tell wrong ones, and it names none.
+    Errors: as of `unmasked`. `WrongShares` names a client if its shares alone give no secret, and some holders could be
+    spared. If none could, or the shares of several clients give none, holders may tell wrong ones, and it names none.
     """
     _enough(vectors, threshold, "vector")
     _enough(told, threshold, "unmasking")
-    found, wrong, closed = dict[int, bytes](), set[int](), list[int]()
+    found, wrong, closed, spare = dict[int, bytes](), set[int](), list[int](), False
     for client in next(iter(told.values())):
         keys, survives = everyone[client], client in vectors
 
@@ -261,13 +261,16 @@ def secrets_of(
         opened = _opened(shares, threshold, right)
         if opened is None:
             closed.append(client)
+            spare |= len(shares) > threshold
             if len(closed) > 1:
                 break
             continue
         found[client] = opened[0]
         wrong |= opened[1]
     if closed:
-        raise WrongShares(f"the shares of clients {closed} do not give their keys", closed if len(closed) == 1 else ())
+        raise WrongShares(
+            f"the shares of clients {closed} do not give their keys", closed if spare and len(closed) == 1 else ()
+        )
     return found, frozenset(wrong)
 
 

@@ -55,8 +55,8 @@ class OpenRound:
     """Tensors of answers that count."""
     too_old: int = 0
     """Movements of an age that does not count."""
-    counted: set[bytes] = field(default_factory=set)
-    """Connections of asked clients: another one may have another process, which trains again."""
+    counted: set[tuple[bytes, int]] = field(default_factory=set)
+    """Connections of asked clients, and the rounds of their orders: another process trains again."""
     sum: SumRound | None = None
     """The secure sum of the answers."""
     failed: list[int] = field(default_factory=list)

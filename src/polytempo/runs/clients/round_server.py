@@ -139,7 +139,8 @@ class RoundServer:
         """Add movements under masks, and again where too few clients stay: the sum, and the scale of its weights."""
         assert self._crypto is not None
         for attempt in range(self._rules.draws):
-            again = [each for each in opened.found if each in self._there and each not in opened.out]
+            silent = set[int]() if opened.sum is None else opened.sum.silent
+            again = [each for each in opened.found if each in self._there and each not in {*opened.out, *silent}]
             opened.answers.clear()
             opened.sum = summing = SumRound(opened.number, task, self._crypto, opened.failed)
             self._ask(again, opened)
@@ -276,8 +277,8 @@ class RoundServer:
         number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
         order, asked = self._orders[number], None if opened.sum is None else opened.sum.asks(client)
         peer = self._there[client].peer
-        if asked is None and peer not in opened.counted:
-            opened.counted.add(peer)
+        if asked is None and (peer, number) not in opened.counted:
+            opened.counted.add((peer, number))
             opened.task.asked(client)
         message = asked or RoundOrder(number, order.rates, order.content, taken, opened.draw)
         sent = self._channel.sent(peer, message)
@@ -418,7 +419,7 @@ class RoundServer:
             opened.received_bytes += message.num_bytes
             return
         self._channel.send(present.peer, ClientRefused(problem))
-        if message.wrong:  # it can take part in the next sum
+        if summing.accuses(message):  # it can take part in the next sum
             del self._asked[client]
             self._tell(opened.number, client, problem.removeprefix("it "))
         else:

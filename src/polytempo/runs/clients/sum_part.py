@@ -12,7 +12,7 @@ from polytempo.federated.secure_sum import Primitives, SecureClient, Words, Wron
 from polytempo.runs.clients.client_messages import SumAsk, SumTell
 from polytempo.training.federated.movement_words import words_of
 
-_MOST_ROUNDS = 256
+_MOST_ROUNDS = 65_536
 
 
 class _Leaves(ValueError):
@@ -52,6 +52,7 @@ class SumPart:
         self._side = SecureClient(number, crypto)
         self.keys = b"".join(self._side.keys())
         self._words: Words | None = None
+        self._least = 2
         self._told: dict[int, SumTell] = {}
 
     def tells(self, asked: SumAsk, unmasked: Unmasked) -> SumTell:
@@ -76,11 +77,16 @@ class SumPart:
         if asked.phase == 1:
             self._words = self._fitting(asked.share)
             everyone = {other: as_keys(each) for other, each in asked.content.items()}
-            return self._side.shares(everyone, secure.least(len(everyone)))
+            self._least = max(2, secure.least(len(everyone)))
+            if len(everyone) < self._least:
+                raise _Leaves(f"a sum of {len(everyone)} clients would tell of one")
+            return self._side.shares(everyone, self._least)
         if self._words is None:
             raise _Leaves("it has no part in this sum")
         if asked.phase == 2:
             return {self._number: self._side.masked(asked.content, self._words).tobytes()}
+        if len(asked.content) < self._least:
+            raise _Leaves(f"a sum of {len(asked.content)} clients, of {self._least} at least, would tell of one")
         if not unmasked.admits(self._mark, self.draw, asked.content, asked.failed):
             raise _Leaves("it has given shares for other clients of this round, and both sums would tell of one")
         return self._side.unmasking(asked.content)

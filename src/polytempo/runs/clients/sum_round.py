@@ -127,7 +127,7 @@ class SumRound:
     def takes(self, client: int, message: SumTell) -> str | None:
         """Take a client's message of this phase; the reason to refuse it, or None."""
         if message.why:
-            for other in message.wrong if self.phase == 2 else ():
+            for other in self._accused_by(message):
                 self._accusers.setdefault(other, set()).add(client)
             return f"it leaves the sum: {plain_text(message.why[:_MOST_WHY])}"
         if self.phase == 1:
@@ -141,12 +141,22 @@ class SumRound:
         self._told[self.phase][client] = message.content
         return None
 
+    def accuses(self, message: SumTell) -> bool:
+        """True for a client that leaves because it cannot read another one's shares."""
+        return bool(message.why and self._accused_by(message))
+
+    def _accused_by(self, message: SumTell) -> set[int]:
+        return self._told[1].keys() & set(message.wrong) if self.phase == 2 else set()
+
+    @property
+    def silent(self) -> set[int]:
+        """Clients without an answer in the last phase. A client that accuses others has answered."""
+        return self.there - self._told[self.phase].keys() - set().union(*self._accusers.values())
+
     def ends(self) -> tuple[Summed | None, dict[int, str]]:
         """The sum, None where it cannot be opened, and clients with wrong shares: the reasons to refuse them."""
         if self.told < self.least:
-            return None, {
-                client: f"{', '.join(map(name_of, by))} cannot read its shares" for client, by in self._accused()
-            }
+            return None, self._accusations()
         words = point_of(self._task.secure).words
         sent = {client: np.frombuffer(told[client], words) for client, told in self._told[2].items()}
         try:
@@ -157,8 +167,13 @@ class SumRound:
         summed = Summed(without_masks(self._keys, sent, found, self._crypto), frozenset(sent))
         return summed, dict.fromkeys(wrong, "it has told wrong shares of others")
 
-    def _accused(self) -> list[tuple[int, list[int]]]:
-        """The clients that most others have wrong shares of, and these others."""
-        found = {client: sorted(by) for client, by in self._accusers.items() if client in self._told[1]}
-        most = max(map(len, found.values()), default=0)
-        return [(client, by) for client, by in found.items() if len(by) == most]
+    def _accusations(self) -> dict[int, str]:
+        """Clients that most others have wrong shares of, and clients that accuse others alone: the reasons."""
+        found = dict[int, str]()
+        for client, by in self._accusers.items():
+            if 2 * len(by) >= len(self._told[1]):
+                found[client] = f"{', '.join(map(name_of, sorted(by)))} cannot read its shares"
+        for client, by in self._accusers.items():
+            if client not in found:
+                found |= {each: f"most clients can read the shares of {name_of(client)}" for each in by - found.keys()}
+        return found

@@ -16,7 +16,7 @@ from polytempo.core import Bundle, Codec, EncodeContext, Port
 from polytempo.core.bundle import by_kind
 from polytempo.federated.client_tests import ClientTests
 from polytempo.federated.clients import Client, Clients, Cohorts, clients, held_out
-from polytempo.federated.privacy import add_noise_, clip_
+from polytempo.federated.privacy import add_noise_, clip_, noise_source
 from polytempo.federated.rounds import CONTROL, by_samples
 from polytempo.federated.sampling import Sampling
 from polytempo.spec.job import Data
@@ -28,7 +28,6 @@ from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.movement_words import WordSums
 from polytempo.training.federated.remote_rounds import RemotePlaces
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
-from polytempo.training.model.randomness import seed_step
 from polytempo.training.step.replica import Replica
 
 
@@ -204,8 +203,7 @@ class ClientTurns(SlicedGradients):
 
     def _add_noise_(self, movement: list[Tensor]) -> None:
         if self._rounds.privacy is not None:
-            seed_step(self._seed, 0, self._replica.step, "noise of a round")
-            add_noise_(movement, self._rounds.privacy)
+            add_noise_(movement, self._rounds.privacy, noise_source(self._seed, self._replica.step))
 
     def _model_of(self, age: int) -> list[Tensor]:
         """The server's model of `age` updates ago, as clients receive it."""

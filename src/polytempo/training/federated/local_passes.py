@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from polytempo.core.strategy import LocalTraining
 from polytempo.federated.clients import Client
+from polytempo.federated.privacy import noise_source
 from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.sample_gradients import SampleGradients
-from polytempo.training.model.randomness import kept_random_states, seed_of, seed_step
+from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.run_device import beside
 
 Check = Callable[[Tensor], None]
@@ -176,7 +177,7 @@ class LocalPasses:
         """Leave a batch's gradient in `.grad`, and return its loss. `place`: client, round and step."""
         if self._private is not None:
             client, step, number = place
-            loss = self._private.compute(batch, seed_of(self.noise_seed, client, step, f"noise of step {number}"))
+            loss = self._private.compute(batch, noise_source(self.noise_seed, client, step, number))
             if check is not None:
                 check(loss)
             return loss

@@ -130,4 +130,4 @@ def _read(path: Place) -> list[Any]:
 
 def drawn_secret() -> int:
     """A number that no client can guess."""
-    return secrets.randbits(63)
+    return secrets.randbits(128)

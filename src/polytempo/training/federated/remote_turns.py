@@ -11,7 +11,7 @@ from torch import Tensor
 from polytempo.core import EncodeContext, Port
 from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.federated.client_tests import spread
-from polytempo.federated.privacy import add_noise_, clip_
+from polytempo.federated.privacy import add_noise_, clip_, noise_source
 from polytempo.federated.rounds import CONTROL
 from polytempo.federated.sampling import independent
 from polytempo.spec.run_spec import RunSpec
@@ -29,7 +29,6 @@ from polytempo.training.federated.remote_rounds import (
 )
 from polytempo.training.job.evaluate import tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
-from polytempo.training.model.randomness import seed_step
 from polytempo.training.observe.user_log import user_log
 from polytempo.training.step.replica import Replica
 
@@ -120,8 +119,7 @@ class RemoteTurns(SlicedGradients):
             else:
                 found = [torch.zeros_like(p) for p in self._parameters]
             if privacy is not None and place == 0:
-                seed_step(self._secret(), attempt, step, "noise of a round")
-                add_noise_(found, privacy)
+                add_noise_(found, privacy, noise_source(self._secret(), step, attempt))
             return found
 
         if privacy is not None:

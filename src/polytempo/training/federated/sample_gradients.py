@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from polytempo.core.strategy import SamplePrivacy
+from polytempo.federated.privacy import gaussian_like
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import described
 from polytempo.spec.loss_divisor import check_by_samples
@@ -59,11 +61,11 @@ class SampleGradients:
         self._job, self._privacy, self._loss = job, privacy, ModelLoss(job, model)
         self._parameters = dict(model.named_parameters())
 
-    def compute(self, batch: Any, seed: int | None, part: float = 1.0) -> Tensor:
+    def compute(self, batch: Any, source: np.random.Generator | None, part: float = 1.0) -> Tensor:
         """The mean loss of a batch, with (Σᵢ gᵢ min(1, S / ‖gᵢ‖) + N(0, part z² S²)) / b in `.grad`.
 
-        `seed` draws the noise, None: there is none. Cost: a forward and a backward pass for each sample, together.
-        Memory: a gradient for each sample of a chunk, of 256 MiB at most or one sample.
+        `source` draws the noise (`federated.privacy.noise_source`), None: there is none. Cost: a forward and a backward
+        pass for each sample, together. Memory: a gradient for each sample of a chunk, of 256 MiB at most or one sample.
         """
         leaves, structure = tree_flatten(batch)
         samples = self._samples_of(leaves)
@@ -78,7 +80,7 @@ class SampleGradients:
             losses.append(loss)
             for name, each in clipped_sums(gradients, self._privacy.clip).items():
                 total[name] += each
-        self._add_noise_(total, seed, part)
+        self._add_noise_(total, source, part)
         for name, parameter in trained.items():
             parameter.grad = total[name].div_(samples)
         return torch.cat(losses).mean()
@@ -113,13 +115,12 @@ class SampleGradients:
             ) from error
         return gradients, losses
 
-    def _add_noise_(self, total: Mapping[str, Tensor], seed: int | None, part: float) -> None:
+    def _add_noise_(self, total: Mapping[str, Tensor], source: np.random.Generator | None, part: float) -> None:
         scale = self._privacy.noise * self._privacy.clip * part**0.5 if self._privacy.noise else 0.0
-        if seed is None or not scale:
+        if source is None or not scale:
             return
-        generator = torch.Generator().manual_seed(seed)
         for each in total.values():
-            each.add_(torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device), alpha=scale)
+            each.add_(gaussian_like(each, source), alpha=scale)
 
 
 def clipped_sums(gradients: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:

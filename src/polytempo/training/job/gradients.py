@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import Port
+from polytempo.federated.privacy import noise_source
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_turns import ClientTurns
 from polytempo.training.federated.remote_rounds import RemoteData
@@ -17,7 +18,6 @@ from polytempo.training.federated.sample_gradients import SampleGradients
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
-from polytempo.training.model.randomness import seed_of
 from polytempo.training.step.replica import Replica
 
 
@@ -67,9 +67,9 @@ class StepGradients:
                 return self._sliced.compute(batch, rank)
         replica = self._replica
         if self._samples is not None:
-            seed = seed_of(self._seed, rank, replica.step, "noise of samples")
+            source = noise_source(self._seed, rank, replica.step, "samples")
             with self._silent():
-                loss = self._samples.compute(batch, seed, share)
+                loss = self._samples.compute(batch, source, share)
             if replica.guard is not None and share:
                 replica.guard.loss(loss, replica.step, rank)
             return loss
