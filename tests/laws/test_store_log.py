@@ -175,6 +175,19 @@ def test_a_worker_leaves_once_its_last_push_is_in_the_parameters() -> None:
     assert ("push", 1) in seen[last : seen.index(("left", 0))]
 
 
+def test_a_grace_window_may_be_longer_than_the_wait_for_an_entry() -> None:
+    """Workers that a window waits for are not absent: all their pushes count."""
+    crew = Crew(2, wait_s=10.0)
+    for worker in (0, 1):
+        crew.add(worker, steady(loop("decoupled_diloco(period=4, quorum=1, grace_s=60)"), 1.0 + 11.0 * worker))
+    assert not any(isinstance(found, BaseException) for found in crew.run())
+    seen = [entry for entry in entries(crew.objects) if entry["kind"] != "elapsed"]
+    pushes = EPOCHS * SAMPLES // 2 // 4 // 4
+    assert [entry["worker"] for entry in seen if entry["kind"] == "push"].count(1) == pushes
+    assert "left" not in [entry["kind"] for entry in seen[:-2]]
+    assert orphans(crew.objects) == set()
+
+
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_a_state_is_saved_while_a_pull_is_under_way(step: int) -> None:
     """The loop goes on as without it."""

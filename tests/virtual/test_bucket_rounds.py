@@ -13,6 +13,8 @@ from laws.test_store_catalogue import RUN, Counting, meetings
 from polytempo.cli.look.bucket_round import bucket_round
 from polytempo.core import Bundle
 from polytempo.jobs.digits import job
+from polytempo.runs.simulated.bucket_log import SimulatedLog
+from polytempo.server.message import Entry, Members
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -117,6 +119,28 @@ def test_workers_leave_a_log_at_their_end_and_no_quorum_waits_for_them(wait: str
     assert 45.0 < run.seconds < 47.0
     assert run.loss is not None
     assert run.loss < 1.3
+
+
+@pytest.mark.parametrize("wait", [", quorum=3, delay=2", ", quorum=1, grace_s=9, delay=2"])
+def test_no_worker_leaves_a_log_before_its_last_push_is_in(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    left, apply = list[bool](), SimulatedLog._apply
+
+    def seen(self: SimulatedLog, entry: Entry) -> None:
+        if isinstance(entry, Members):
+            left.append(bool(self._waiting - dict(entry.members).keys()))
+        apply(self, entry)
+
+    monkeypatch.setattr(SimulatedLog, "_apply", seen)
+    slow = replace(LINK, stragglers=pt.cluster.slow_host(0, 1e4))
+    pt.simulate(job, f"decoupled_diloco(period=4{wait})", 3, steps=12, meta=True, cluster=slow)
+    assert left == [False] * 4
+
+
+def test_a_worker_that_the_others_left_out_comes_again() -> None:
+    """Its push is on its way, with a transfer of 40 s, when they leave it out."""
+    slow = replace(pt.cluster.bucket(0.02, 20), stragglers=pt.cluster.slow_host(0, 1e5))
+    run = pt.simulate(job, "decoupled_diloco(period=4, quorum=3)", 3, steps=12, meta=True, cluster=slow)
+    assert run.steps == 12
 
 
 def test_a_run_without_values_has_the_same_price_and_stragglers_are_waited_for() -> None:

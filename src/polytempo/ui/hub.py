@@ -181,7 +181,12 @@ class Hub:
                 self._made.popitem(last=False)
         with made.lock:
             if time.monotonic() - made.at_s >= self.pace.interval_s:
-                made.content = msgspec.json.encode(make())
+                try:
+                    made.content = msgspec.json.encode(make())
+                except (KeyError, ValueError, OSError):  # a run that is not there takes no place
+                    with self._lock:
+                        self._made.pop((view, name), None)
+                    raise
                 made.at_s = time.monotonic()
             return made.content
 

@@ -21,6 +21,7 @@ from polytempo.core import Bundle, PolytempoError, Port, State, Transform
 from polytempo.core.driver import interpreted
 from polytempo.core.op import Op, Pull, Push, Start, Work
 from polytempo.core.rule import Service
+from polytempo.core.state import settled
 from polytempo.server.layout import Parameter, Span, plain_empty, without_values
 from polytempo.server.message import COORDINATOR, Elapsed, Entry, Members, Pushed
 from polytempo.server.message import Push as PushMessage
@@ -75,6 +76,8 @@ class SimulatedLog:
             given = transform.apply(port, bundle, state)
             answer, state = await interpreted(given, performed, (Push, Pull, Start, Work))
             if state.step == self._steps:
+                if port.world_rank in self._waiting:
+                    await settled(state.coming)
                 await self._append(port.world_rank, lambda: self._without({port.world_rank}))
             return answer, state
 
@@ -86,11 +89,10 @@ class SimulatedLog:
         movement = push.gradient.detach().clone()
         self._answers.pop(worker, None)
         await RequestSeries(members=(worker,), puts=1, sent_bytes=movement.nbytes)
-        if worker not in self._members:  # the others went on without it
-            life = len(self._movements) + 2
-            await self._append(worker, lambda: self._set_of(self._members | {worker: life}))
 
-        def entry() -> Entry:
+        def entry() -> Entry | None:
+            if worker not in self._members:  # the others went on without it
+                return None
             return PushMessage(
                 worker,
                 self._members[worker],
@@ -103,7 +105,10 @@ class SimulatedLog:
                 gradient=movement,
             )
 
-        await self._append(worker, entry, movement.nbytes)
+        if not await self._append(worker, entry, movement.nbytes):
+            life, shard = len(self._movements) + 2, self._copy()
+            await self._append(worker, lambda: self._set_of(self._members | {worker: life}))
+            self._bases[worker], self._answers[worker] = shard.version, (len(self._movements), shard.weights.clone())
 
     async def _answered(self, port: Port) -> Tensor:
         """The parameters that a worker goes on from, once its push is in them; as `LogLoop`'s."""
@@ -123,11 +128,11 @@ class SimulatedLog:
                 since_s = now_s
             elif window is not None and now_s >= window[1]:
                 await self._append(worker, partial(self._elapsed, window[0]))
-            elif now_s - since_s > _WAIT_S:
+            elif window is None and now_s - since_s > _WAIT_S:
                 await self._append(worker, partial(self._absent, worker))
                 since_s = now_s
             else:
-                ends_s = since_s + _WAIT_S if window is None else min(window[1], since_s + _WAIT_S)
+                ends_s = since_s + _WAIT_S if window is None else window[1]
                 await port.take(max(1e-3, min(pause_s, ends_s - now_s)))
                 pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         return self._answers[worker][1]
@@ -142,18 +147,19 @@ class SimulatedLog:
             await RequestSeries(members=(worker,), gets=gets, received_bytes=sum(sizes))
             self._read[worker] = max(end, self._read[worker])
 
-    async def _append(self, worker: int, make: Callable[[], Entry | None], num_bytes: int = 0) -> None:
-        """Append `make()`, which is asked after the entries so far; None: nothing is to be appended any more."""
+    async def _append(self, worker: int, make: Callable[[], Entry | None], num_bytes: int = 0) -> bool:
+        """Append `make()`, which is asked after the entries so far; False where it is None: there is nothing to do."""
         while True:
             await self._catch_up(worker)
             if (entry := make()) is None:
-                return
+                return False
             await RequestSeries(members=(worker,), puts=1)
             if self._read[worker] == len(self._movements):  # no other worker was first
                 break
         self._movements.append(num_bytes)
         self._read[worker] = len(self._movements)
         self._apply(entry)
+        return True
 
     # ------------------------------------------------------------------ the copy of the server
 

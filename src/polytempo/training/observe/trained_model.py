@@ -67,8 +67,8 @@ class TrainedModel(NamedTuple):
     def outputs(self, data: Path | None = None) -> Tensor:
         """The model's outputs (samples, …) for the test set of `score`, in its order, on the host.
 
-        A predicted number is in the unit of its table (`csv_regression`); `model` answers less its mean, over its
-        deviation.
+        A predicted number is in the unit of its table (`csv_regression`), in float64; `model` answers less its mean,
+        over its deviation.
 
         ValueError without a test set, and for outputs other than one tensor with a row for each sample.
         """
@@ -114,7 +114,7 @@ class TrainedModel(NamedTuple):
         target = _target(data.test)
         if target is None or outputs[:1].numel() != 1:
             return outputs
-        return (outputs.double() * target.deviation + target.mean).to(outputs.dtype)
+        return outputs.double() * target.deviation + target.mean
 
     def _batches(self, data: Data) -> Iterator[Tensor]:
         test = SampleBatches(data.test, data.collate, "a test set")

@@ -98,6 +98,8 @@ class LogLoop:
         """Movements of processes that this worker's next entry ends."""
         self._basis = 0
         self._answer: Tensor | None = None
+        self._window: tuple[int, float] | None = None
+        """The version at which a grace window opened, and its end."""
         self._left_out = self._met = False
         self._places = StorePlaces(lambda: self._ledger.get(str(self._worker), {}), self._trains)
         self._log = StoreLog(rounds.store, self._apply, self._dump, save_every=_SAVED * rounds.workers)
@@ -146,38 +148,43 @@ class LogLoop:
             facts = {"clock": push.clock, "basis": self._basis, "samples": samples, "life": self._rounds.life}
             return {"kind": "push", "worker": self._worker, "mine": mine, **facts}
 
-        if not self._current(lambda: self._log.append(entry, movement, self._next_movement(self._worker))):
+        name = self._next_movement(self._worker)
+        if not self._current(lambda: self._log.append(entry, movement, name)):
             self._left_out = True
             self._come()
+        self._window_end(self._rounds.store.clock.now())
 
     def answered(self) -> Tensor:
         """The parameters that this worker goes on from, once its push is in them."""
         clock, looks = self._rounds.store.clock, PatientLooks(self._rounds.store)
         from_s = since_s = clock.now()
-        window: tuple[int, float] | None = None  # its version, and the time of its end
         while self._answer is None:
             now_s = clock.now()
-            window_s, version = self._shard.window_s, self._shard.version
-            if window_s is None:
-                window = None
-            elif window is None or window[0] != version:
-                window = version, now_s + window_s
+            ends_s = self._window_end(now_s)
             if not self._takes_part:  # others went on, and have this worker's push
                 self._come()
             elif self._current(self._log.catch_up):
                 since_s = now_s
-            elif window is not None and now_s >= window[1]:
-                self._current(partial(self._log.append, partial(self._elapsed, window[0])))
+            elif ends_s is not None and now_s >= ends_s:
+                self._current(partial(self._log.append, partial(self._elapsed, self._shard.version)))
             elif now_s - from_s > self._rounds.timeout_s:
                 self._rounds.fail("makes an entry")
-            elif now_s - since_s > self._rounds.wait_s:
+            elif ends_s is None and now_s - since_s > self._rounds.wait_s:
                 if self._current(lambda: self._log.append(self._absent)):
                     self._remove_unnamed()
                 since_s = now_s
             else:
-                until_s = since_s + self._rounds.wait_s
-                looks.pause(until_s if window is None else min(until_s, window[1]))
+                looks.pause(since_s + self._rounds.wait_s if ends_s is None else ends_s)
         return self._answer
+
+    def _window_end(self, now_s: float) -> float | None:
+        """The time when the open grace window ends, which this worker sees open first now or saw so before."""
+        window_s, version = self._shard.window_s, self._shard.version
+        if window_s is None:
+            self._window = None
+        elif self._window is None or self._window[0] != version:
+            self._window = version, now_s + window_s
+        return None if self._window is None else self._window[1]
 
     def _elapsed(self, version: int) -> dict[str, Any] | None:
         """End the window that opened at `version`, unless another entry has."""
