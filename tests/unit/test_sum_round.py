@@ -156,7 +156,7 @@ def test_a_client_that_accuses_leaves_alone() -> None:
 
 
 def test_accusations_of_few_are_of_the_accusers() -> None:
-    """Three of eight leave and accuse client 1, whose shares the others can read; client 7 says nothing."""
+    """Three of eight leave and accuse client 1. The others can read its shares; client 7 says nothing."""
     found = Sum(movements(), rounds_of())
     found.phase()
     accusing = dict.fromkeys((2, 4, 6), lambda told: replace(told, why="wrong", wrong=[1, -1, 99]))
@@ -173,7 +173,7 @@ def test_accusations_of_few_are_of_the_accusers() -> None:
 
 @pytest.mark.parametrize("phase", [1, 3])
 def test_a_client_takes_part_in_no_sum_of_too_few(phase: int) -> None:
-    """A server could ask it for a sum of itself alone."""
+    """A server could ask for the sum of a single client."""
     found = Sum(movements(), rounds_of())
     for _ in range(phase - 1):
         found.phase()
