@@ -148,7 +148,7 @@ def test_repeats_get_the_same_answer_and_what_is_out_of_date_none() -> None:
     again = scheduler.ask(0, 2, 1, (1,))
     assert again is not None
     assert again.tickets[0].again
-    assert scheduler.done == ((0, 0),), "ticket 1 was pushed by nobody who held it"
+    assert scheduler.done == ((0, 0),), "ticket 1 was pushed by no holder of it"
 
 
 def test_stop_tells_everybody_to_finish() -> None:

@@ -137,7 +137,7 @@ def test_no_worker_leaves_a_log_before_its_last_push_is_in(monkeypatch: pytest.M
 
 
 def test_a_worker_that_the_others_left_out_comes_again() -> None:
-    """They leave it out during the transfer of its push, which takes 40 s."""
+    """The others leave it out during the transfer of its push, which takes 40 s."""
     slow = replace(pt.cluster.bucket(0.02, 20), stragglers=pt.cluster.slow_host(0, 1e5))
     run = pt.simulate(job, "decoupled_diloco(period=4, quorum=3)", 3, steps=12, meta=True, cluster=slow)
     assert run.steps == 12
