@@ -203,7 +203,7 @@ class ClientTurns(SlicedGradients):
 
     def _add_noise_(self, movement: list[Tensor]) -> None:
         if self._rounds.privacy is not None:
-            add_noise_(movement, self._rounds.privacy, noise_source(self._seed, self._replica.step))
+            add_noise_(movement, self._rounds.privacy, noise_source(self._seed, self._replica.step, 0))
 
     def _model_of(self, age: int) -> list[Tensor]:
         """The server's model of `age` updates ago, as clients receive it."""
