@@ -81,8 +81,8 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     np.testing.assert_array_equal(np.load(tmp_path / "outputs.npy"), whole.numpy())
     model.predict(tmp_path / "outputs.csv", tmp_path / "whole.csv")
     header, *rows = (tmp_path / "outputs.csv").read_text().splitlines()
-    found = torch.tensor([[float(cell) for cell in row.split(",")[1:]] for row in rows])
-    torch.testing.assert_close(found, whole)
+    found = torch.tensor([[float(cell) for cell in row.split(",")[1:]] for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, whole.double(), rtol=1e-6, atol=1e-6)
     split = pt.data.csv_classes(tmp_path / "table.csv", "kind") if target == "kind" else None
     split = split or pt.data.csv_regression(tmp_path / "table.csv", "price")
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     prices = torch.tensor([float(ROWS[row]["price"]) for row in order[:32]])
     mean, deviation = prices.mean().item(), prices.std(correction=0).item()
     assert (header, model.score().target) == ("sample,price", ("price", pytest.approx(mean), pytest.approx(deviation)))
-    torch.testing.assert_close(model.outputs(), own * deviation + mean)
+    torch.testing.assert_close(model.outputs(), own.double() * deviation + mean, rtol=1e-6, atol=1e-6)
     said, _ = asked(capsys, "evaluate", str(tmp_path / "run"), "--job", str(tmp_path / "job.toml"))
     assert said.splitlines()[1] == f"loss and metrics: of price less {mean:.6g}, over {deviation:.6g}"
     said, _ = asked(capsys, "evaluate", str(tmp_path / "run"), "--job", str(tmp_path / "job.toml"), "--json")
