@@ -82,10 +82,8 @@ class SumRound:
         """Take a client's keys; the reason to refuse them, or None."""
         try:
             keys = as_keys(content)
-            for each in (
-                keys.sealing,
-                keys.masking,
-            ):  # others could not go on with a key that has no secret with theirs
+            # others could not go on with a key that has no secret with theirs
+            for each in (keys.sealing, keys.masking):
                 self._crypto.agree(secrets.token_bytes(32), each)
         except Exception as error:
             return f"its message has no keys ({error})"
