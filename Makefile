@@ -120,7 +120,7 @@ mutations: install ## how many of 40 planted bugs the tests of a tier find: TIER
 INTERPRETED := tests/integrations/test_triton_kernels.py
 
 test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo, and Triton's kernels (minutes)
-	$(INTEGRATIONS)/bin/python -m pytest -q $(WITHOUT_BROWSER) --ignore=$(INTERPRETED) tests/integrations tests/unit/test_stream_sources.py
+	$(INTEGRATIONS)/bin/python -m pytest -q $(WITHOUT_BROWSER) --ignore=$(INTERPRETED) tests/integrations tests/unit/test_stream_sources.py tests/unit/test_repeated_reads.py
 	TRITON_INTERPRET=1 $(INTEGRATIONS)/bin/python -m pytest -q $(INTERPRETED)
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
@@ -183,7 +183,7 @@ bench: install ## run every benchmark (longer)
 bench-night: install ## tables of federated papers, whose runs take hours; data lie in POLYTEMPO_DATA, results in build/night
 	@mkdir -p build/night
 	$(BIN)/python benchmarks/federated/main.py --raw --rates 0.05 0.1 0.2 0.5 | tee build/night/mcmahan-2017.md
-	$(BIN)/python benchmarks/federated/niid.py | tee build/night/niid-bench.md
+	$(BIN)/python benchmarks/federated/niid.py --resume | tee build/night/niid-bench.md
 
 soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames, hundreds of killed processes (hours)
 	$(BIN)/python benchmarks/attacks/attacks.py --seed $(SEED) --minutes 60

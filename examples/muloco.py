@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 import polytempo as pt
-from polytempo.compression import chunk_top_k, feedback
+from polytempo.compression import bins, chunk_top_k, exact, feedback
+from polytempo.core import Codec
 from polytempo.jobs.digits import job
 from polytempo.strategies import diloco
 
@@ -48,9 +49,10 @@ class MuonAndAdamW(Optimizer):
 with_muon = replace(job, optimizer=MuonAndAdamW)
 with_adamw = replace(job, optimizer=lambda parameters, lr: AdamW(parameters, lr=lr, weight_decay=0.0))
 
-few = feedback(chunk_top_k(1 / 16))
+codecs: list[Codec] = [exact(), feedback(bins(2)), feedback(chunk_top_k(1 / 16))]
 for name, inner, lr in (("Muon", with_muon, 0.03), ("AdamW", with_adamw, 0.003)):
-    for strategy in (diloco(period=12, outer_lr=0.8), diloco(period=12, outer_lr=0.8, codec=few)):
+    for codec in codecs:
+        strategy = diloco(period=12, outer_lr=0.8, codec=codec)
         result = pt.simulate(inner, strategy, workers=4, batch_size=16, lr=lr, steps=36)
         sent = result.bytes_sent_per_rank / 1e3
-        print(f"{name:5} in {strategy!s:118} loss {result.loss:.3f}, {sent:4.0f} kB sent per worker")
+        print(f"{name:5} with {codec!s:44} loss {result.loss:.3f}, {sent:4.0f} kB sent per worker")

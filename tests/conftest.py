@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from some_cases import BUDGET, NAME, SEED, Values, chosen, examples
+from some_cases import BUDGET, NAME, SEED, Values, chosen, examples, has_turn
 
 settings.register_profile("polytempo", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("polytempo")
@@ -42,6 +42,19 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "ZE_AFFINITY_
 """Variables that hide a machine's accelerators."""
 
 
+class FailuresAtOnce:
+    """Prints failures when they happen, so that a long run that is ended early has told them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called once for each phase of a test."""
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext[-3000:]}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide accelerators, because laws are about the CPU's bits; tests/device gets one by `--device`.
 
@@ -49,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--device", "pretend") == "pretend":
         os.environ.update(HIDDEN)
+    if NAME in {"all", "ci"} and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config), "failures at once")
     if torch.__version__.startswith("2.11."):
         config.addinivalue_line("filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 
@@ -90,6 +105,8 @@ def _within_budget(items: list[pytest.Item]) -> list[pytest.Item]:
         files[file][test].append(item)
     kept = set()
     for file, tests in files.items():
+        if not has_turn(file):
+            continue
         cases = {test: [_values(item) for item in those] for test, those in tests.items()}
         numbers = chosen(cases, TABLES if file.startswith("tests/unit/") else BUDGET)
         kept |= {tests[test][number].nodeid for test in tests for number in numbers[test]}

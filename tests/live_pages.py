@@ -31,6 +31,7 @@ from polytempo.report.status.records import (
 from polytempo.ui.address import listen
 from polytempo.ui.server import serve
 from polytempo.worlds.trace import Event, write_chrome_trace
+from polytempo.worlds.trace_tail import tail_of
 
 DEADLINE_S = 60.0
 NUM_STEPS = 120
@@ -50,6 +51,7 @@ def write_run(
     log: str = "step 1\nstep 2\n",
     why: str = "",
     who: str = "worker",
+    lr: str = "",
 ) -> Path:
     """A run's folder. A running one belongs to this process, and has done half of its steps."""
     folder.mkdir(parents=True)
@@ -66,6 +68,7 @@ def write_run(
         steps=NUM_STEPS,
         host=socket.gethostname(),
         pid=os.getpid(),
+        settings={"lr": lr} if lr else {},
     )
     with EventLog(folder, fresh=True) as events:
         events.append(start)
@@ -106,9 +109,19 @@ def write_run(
     logs.mkdir()
     (logs / "worker-0.log").write_text(log)
     (logs / "worker-1.log").write_text("")
+    if state == "running":
+        for rank in range(workers):
+            write_tail(folder, rank, [event for event in trace(workers) if event.rank == rank])
     if state == "finished":
         _finish(folder, status, seed, number)
     return folder
+
+
+def write_tail(folder: Path, rank: int, events: list[Event]) -> None:
+    """The last operations of a rank, as a run that goes on leaves them."""
+    tail = tail_of(folder, rank)
+    assert tail is not None
+    tail.show(events)
 
 
 def _finish(folder: Path, status: LiveStatus, seed: int, number: int) -> None:
@@ -211,7 +224,7 @@ class Served:
 def serving(root: Path) -> Iterator[Served]:
     """The page of the runs in `root`."""
     address, over = listen(port=0), threading.Event()
-    thread = threading.Thread(target=serve, args=(root, address, over.is_set))
+    thread = threading.Thread(target=serve, args=(root, address, over.wait))
     thread.start()
     try:
         yield Served(address.link)

@@ -55,7 +55,7 @@ def _kind(name: str, annotation: str) -> str:
     for bounded, plain in PLAIN.items():
         kind = kind.replace(bounded, plain)
     assert "Annotated" not in kind, f"{name}: give PLAIN of tests/option_keywords.py a line for {kind}"
-    if entries(RunOptions)[name].option.read is None or kind.removesuffix(" | None") == "str":
+    if entries(RunOptions)[name].option.read is None or "str" in kind.split(" | "):
         return kind
     return f"{kind.removesuffix(' | None')} | str" + " | None" * kind.endswith(" | None")
 

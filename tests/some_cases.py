@@ -1,7 +1,8 @@
 """Numbers of cases that the tests look at, by the budget that the environment's BUDGET names.
 
 - `all` (`make test-all`): every case of every test. - `ci` (`make test-all CASES=ci`, continuous integration): every
-test, and every fourth case of a test with many. In each file every value of each parameter is met. - `test` (`make
+sixth case of a test with many, and every third of the files that start processes, other files on the next day. In each
+file every value of each parameter is met. - `test` (`make
 test`): every twelfth, without the slowest files; of a parameter with many values a file meets every third. - `check`
 (`make check`): fewer still.
 
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar
+from zlib import crc32
 
 T = TypeVar("T")
 Values = Mapping[str, Hashable]
@@ -31,12 +33,14 @@ class Budget(NamedTuple):
     inside: int
     values: int = 1
     """Of a parameter's many values a file meets one of each so many."""
+    files: int = 1
+    """One of each so many files of `RUNS` has its turn."""
 
 
 BUDGETS = {
     "all": Budget(few=1, of=1, inside=1),
     "": Budget(few=1, of=1, inside=1),
-    "ci": Budget(few=6, of=4, inside=3),
+    "ci": Budget(few=4, of=6, inside=3, files=3),
     "test": Budget(few=3, of=12, inside=8, values=3),
     "check": Budget(few=2, of=16, inside=12, values=6),
 }
@@ -44,6 +48,8 @@ NAME = os.environ.get("BUDGET", "")
 BUDGET = BUDGETS[NAME]
 ALL = NAME == "all"
 SEED = int(os.environ.get("SEED", "1"))
+RUNS = ("tests/commands/", "tests/process/")
+"""Folders of tests that start processes, which take most of the time."""
 SMALL = 12
 """A parameter with so few values has each of them met in every test; one with more has each of them met in its file."""
 
@@ -57,6 +63,11 @@ def some_of(cases: Sequence[T], number: int, of: int = 2) -> list[T]:
 def examples(number: int) -> int:
     """The examples that hypothesis looks at, of `number` with all cases."""
     return max(1, number // BUDGET.inside)
+
+
+def has_turn(file: str) -> bool:
+    """True if the budget pays for the file."""
+    return not file.startswith(RUNS) or (crc32(file.encode()) + SEED) % BUDGET.files == 0
 
 
 def chosen(tests: Mapping[str, Sequence[Values]], budget: Budget = BUDGET) -> dict[str, list[int]]:

@@ -22,8 +22,12 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "federated", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition", "diagnosis"),
 }
-STREAM = {f"report.status.{name}" for name in ("metrics", "rows", "records", "event_log", "stream", "row_exchanges")}
+STREAM = {
+    f"report.status.{name}"
+    for name in ("metrics", "rows", "records", "event_log", "stream", "row_exchanges", "client_rounds")
+}
 """Writers and the reader of a run's stream."""
+TRACES = {"worlds.trace", "worlds.trace_tail"}
 BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""
 
@@ -50,7 +54,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds", "spec.text.notebook_table", "spec.text.plain_text", "spec.result"},
     "trackers": {"core", "report.status", "report.runs", "worlds.trace", "spec"},
-    "ui": {"core", "report", "diagnosis.bound", "worlds.trace", "spec.text.plain_text"},
+    "ui": {
+        "core",
+        "report",
+        "diagnosis.bound",
+        "worlds.trace",
+        "worlds.trace_tail",
+        "spec.text.plain_text",
+        "spec.text.tags",
+    },
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "trackers", *STREAM},
     "interop": {*BELOW_TRAINING, "training"},
@@ -336,7 +348,10 @@ def test_one_room_reads_the_stream_of_a_run() -> None:
 
     assert set(wrong(opens)) == {"core/system/files.py", "cli/options/folder.py"}
     readers = wrong(lambda source: [name for name in source.imports if name.endswith(".files.METRICS")])
-    assert {name.rsplit("/", 1)[0] for name in readers} <= {"report/status", "report", "runs", "runs/frame", "trackers"}
+    assert {name.rsplit("/", 1)[0] for name in readers} <= {
+        *("report/status", "report", "runs", "runs/frame", "trackers"),
+        "ui/of_run",  # asks for its time
+    }
 
 
 def test_one_module_knows_accelerators() -> None:

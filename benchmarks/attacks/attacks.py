@@ -249,7 +249,7 @@ def flipped_bit(chance: random.Random, folder: Path) -> str | None:
 
 
 def hashed(body: dict[str, Any], key: str, indent: int | None) -> bytes:
-    """A manifest with the right hash of itself."""
+    """A manifest with its right hash."""
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({**body, key: own}, indent=indent).encode() + b"\n"
 

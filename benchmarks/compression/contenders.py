@@ -66,6 +66,11 @@ class Recipe:
         return min((place + 1) / rising, (self.steps - place) / (self.steps - rising), 1.0)
 
 
+LATE_MEAN = (
+    "streaming_diloco(period={}, fragments=1, delay={}, blend='keep', outer_lr=1, outer_momentum=0, "
+    "codec=feedback(one_bit))"
+)
+"""`local_sgd` with one bit; the mean arrives some steps later."""
 OURS = (
     Contender("sync_sgd()"),
     Contender("bf16_sgd()"),
@@ -93,6 +98,10 @@ OURS = (
     Contender("streaming_diloco(period=10, delay=4, codec=feedback(one_bit))", period=10, peak=0.15),
     Contender("streaming_diloco(period=12, delay=5, codec=feedback(one_bit))", period=12, peak=0.15),
     Contender("sparse_loco(period=16)", period=16, peak=0.15),
+    *(
+        Contender(LATE_MEAN.format(period, delay), period=period, peak=0.15)
+        for period, delay in ((8, 3), (8, 5), (16, 7))
+    ),
 )
 """`dgc` keeps the momentum itself."""
 CONTENDERS = {each.name: each for each in (Contender(ALONE), *map(Contender, PEERS), *OURS)}

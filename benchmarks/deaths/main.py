@@ -2,11 +2,13 @@
 
     python benchmarks/deaths/main.py                 all rows; a row a line, the table in runs/deaths/tables.md
     python benchmarks/deaths/main.py --only Slurm    rows with this word
+    PYTHONPATH=tests python benchmarks/deaths/main.py --real     rows under mpirun and srun of this machine instead
 
 A row passes if the last line of standard error (of a loop's ranks: of every rank with a line)
 is "first failure: …" with the culprit's rank, its host, the cause, and a log, and if all processes are gone within the
 deadline of waits plus `PATIENCE_S`. Slurm, Open MPI and torchrun with a static store are emulated: processes with their
-variables, ended as these launchers do. Rows named "torchrun" run the real one.
+variables, ended as these launchers do. Rows named "torchrun", "mpirun" and "srun" run the real ones (Debian:
+openmpi-bin; slurmctld, slurmd, slurm-client and munge, which are started here).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +110,18 @@ JOBS = [
     Row("ssh", "sync_sgd()", "raise", size=2),
     Row("ssh", "sync_sgd()", "kill", size=2),
 ]
+REAL = [
+    *(
+        Row("mpirun", "replicas", each)
+        for each in ("raise", "kill", "crash", "stop", "hang", "exit", "memory", "shape")
+    ),
+    *(Row("srun", "replicas", each) for each in ("raise", "kill", "crash", "stop", "hang", "exit", "shape")),
+    *(Row(each, "replicas", "kill", culprit=0) for each in ("mpirun", "srun")),
+    *(Row(each, "strict", "NaN") for each in ("mpirun", "srun")),
+    *(Row(each, "layers", "kill", culprit=2) for each in ("mpirun", "srun")),
+    *(Row(each, "stages", "raise", culprit=2) for each in ("mpirun", "srun")),
+    *(Row(each, "joined", "kill") for each in ("mpirun", "srun")),
+]
 ROWS = [*LOOPS, *JOBS]
 
 
@@ -125,22 +140,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these words")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="seconds beyond the deadline of waits")
+    parser.add_argument("--real", action="store_true", help="rows under mpirun and srun of this machine instead")
     asked = parser.parse_args()
-    rows = [row for row in ROWS if any(word in str(row) for word in asked.only)]
+    rows = [row for row in (REAL if asked.real else ROWS) if any(word in str(row) for word in asked.only)]
     table, passed = [], 0
-    for row in rows:
-        end = ended(row, asked.patience_s)
-        passed += end.passed
-        print(
-            f"{'named' if end.passed else 'MISSED'}  {end.seconds:5.1f} s  {row}: {end.line} {end.problem}", flush=True
-        )
-        table.append([row.launcher, row.training, f"{row.fault} on {row.culprit}", f"{end.seconds:.1f}", end.line])
+    with slurm_for(rows):
+        for row in rows:
+            end = ended(row, asked.patience_s)
+            passed += end.passed
+            word = "named" if end.passed else "MISSED"
+            print(f"{word}  {end.seconds:5.1f} s  {row}: {end.line} {end.problem}", flush=True)
+            table.append([row.launcher, row.training, f"{row.fault} on {row.culprit}", f"{end.seconds:.1f}", end.line])
     OUT.mkdir(parents=True, exist_ok=True)
     head = ["launcher", "training", "fault on rank", "seconds", "line"]
     lines = [" | ".join(cells) for cells in [head, ["---"] * len(head), *table]]
     (OUT / "tables.md").write_text("".join(f"| {line} |\n" for line in lines))
     print(f"{passed} of {len(rows)} end with the culprit's name")
     sys.exit(passed < 0.96 * len(rows))
+
+
+@contextmanager
+def slurm_for(rows: list[Row]) -> Iterator[None]:
+    """A Slurm cluster on this host for rows under srun."""
+    if not any(row.launcher == "srun" for row in rows):
+        yield
+        return
+    from engines.slurm_cluster import slurm_cluster
+
+    with tempfile.TemporaryDirectory(prefix="deaths-slurm-") as folder, slurm_cluster(Path(folder)) as variables:
+        os.environ.update(variables)
+        yield
 
 
 def ended(row: Row, patience_s: float) -> Ended:
@@ -186,11 +215,20 @@ def judged(row: Row, said: list[str], seconds: float, patience_s: float) -> Ende
 
 def loops(row: Row, folder: Path, group: Path | None) -> list[str]:
     """The standard errors of a world's ranks."""
-    if row.launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.size}"]
-        logs = ["--log-dir", str(folder / "logs"), "--redirects", "3"]
-        subprocess.run([*command, *logs, str(FAULTS), row.training], capture_output=True, timeout=120, check=False)
-        return [path.read_text() for path in sorted(folder.glob("logs/**/stderr.log"))]
+    logs, size = folder / "logs", str(row.size)
+    launchers = {
+        "torchrun": f"-m torch.distributed.run --standalone --nproc-per-node {size} --redirects 3 --log-dir {logs}",
+        "mpirun": f"mpirun.openmpi --allow-run-as-root --oversubscribe -n {size} --output-filename {logs}",
+        "srun": f"srun --nodes=1 --overcommit --ntasks={size} --error={logs}/stderr-%t",
+    }
+    if row.launcher in launchers:
+        logs.mkdir()
+        joining = [] if group is None else ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+        words = launchers[row.launcher].split()
+        words = [sys.executable, *words] if row.launcher == "torchrun" else [*words, sys.executable]
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run([*joining, *words, str(FAULTS), row.training], capture_output=True, timeout=120, check=False)
+        return [path.read_text() for path in sorted(logs.glob("**/stderr*"))]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -58,7 +58,7 @@ WORKLOADS: list[tuple[str, Callable[[], nn.Module], Callable[[], Batch], int, in
     ("CNN, batch 64", cnn, vectors(64, 1, 28, 28), 10, 100),
     ("transformer, 4 layers of 256, batch 8 x 64", BenchTransformer, symbols, 4, 24),
 ]
-"""Name, model, batch, steps a turn, and steps before the first turn, in which the watch finds its pace."""
+"""Name, model, batch, steps a turn, and steps before the first turn: the watch finds its pace there."""
 
 
 class Timed:

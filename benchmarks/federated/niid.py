@@ -2,17 +2,20 @@
 
     export POLYTEMPO_DATA=…              # a folder with mnist/ and fashion-mnist/
     python benchmarks/federated/niid.py [--data mnist] [--deal dirichlet one-label] [--only scaffold] [--rounds 50]
+    python benchmarks/federated/niid.py --resume …             # goes on where it was stopped, or with more rounds
 
 All ten clients are in each round, E = 10, B = 64; convolutions of 6 and 16 channels of 5 x 5, linear layers of 120, 84
 and 10. Samples are dealt by Dirichlet(0.5), or each client has the samples of one label. The clients' optimizer is SGD
 at a rate of 0.01 with a momentum of 0.9 and a decay of 1e-5. `scaffold` refuses a momentum: its rate is 0.1, because
 steps with that momentum lead ten times as far. One seed; runs repeat to the bit. A round takes about a minute of one
-core, so all of it takes a night (`make bench-night`).
+core, so all of it takes a night (`make bench-night`), or several shorter sessions: each run has a folder in `--folder`,
+with a checkpoint and a score after each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -62,6 +65,34 @@ def job(folder: Path, deal: str, momentum: float) -> pt.Job:
     )
 
 
+def curve(out: Path) -> list[float]:
+    """The test accuracy after each round of a run."""
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [row["accuracy"] for row in rows if row["kind"] == "test"]
+
+
+def show(data: str, deal: str, name: str, asked: argparse.Namespace) -> None:
+    """Make a run, or go on with it, and print its row."""
+    plain, out = name == "scaffold", asked.folder / f"{data}-{deal}-{name}"
+    begin_s = time.perf_counter()
+    pt.run(
+        job(Path(os.environ["POLYTEMPO_DATA"]) / data, deal, 0.0 if plain else 0.9),
+        STRATEGIES[name](10, epochs=asked.epochs, batch_size=64),
+        asked.workers,
+        lr=0.1 if plain else 0.01,
+        steps=asked.rounds,
+        threads=1,
+        eval_every=1,
+        checkpoint_every=1,
+        out=out,
+        resume=asked.resume and out.exists(),
+    )
+    seconds, found = time.perf_counter() - begin_s, curve(out)
+    repeated = REPEATED[data, deal][list(STRATEGIES).index(name)]
+    each = " ".join(f"{100 * accuracy:.1f}" for accuracy in found)
+    print(f"| {data} | {deal} | `{name}` | {found[-1]:.1%} | {repeated} % | {seconds:.0f} | {each} |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,29 +102,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("build/night/niid"), help="runs, a folder each")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs that are in the folder")
     asked = parser.parse_args()
-    print(
-        "| data | dealt by | strategy | accuracy after the rounds | Flower's, after 50 | seconds |\n" + "|---" * 6 + "|"
-    )
+    columns = ("data", "dealt by", "strategy", "accuracy at the end", "Flower's, after 50", "seconds", "each round, %")
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for data in asked.data:
         for deal in asked.deal:
-            for name, repeated in zip(STRATEGIES, REPEATED[data, deal], strict=True):
-                if name not in asked.only:
-                    continue
-                plain = name == "scaffold"
-                begin_s = time.perf_counter()
-                found = pt.run(
-                    job(Path(os.environ["POLYTEMPO_DATA"]) / data, deal, 0.0 if plain else 0.9),
-                    STRATEGIES[name](10, epochs=asked.epochs, batch_size=64),
-                    asked.workers,
-                    lr=0.1 if plain else 0.01,
-                    steps=asked.rounds,
-                    threads=1,
-                )
-                seconds = time.perf_counter() - begin_s
-                print(
-                    f"| {data} | {deal} | `{name}` | {found.accuracy:.1%} | {repeated} % | {seconds:.0f} |", flush=True
-                )
+            for name in asked.only:
+                show(data, deal, name, asked)
 
 
 if __name__ == "__main__":

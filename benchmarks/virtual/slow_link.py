@@ -2,26 +2,33 @@
 
 python benchmarks/virtual/slow_link.py --data tinyshakespeare [--workers 64] [--loss 2.6] [--steps 256] [NAME …]
 
-The job is `chars` with a width of 64, one window of 64 characters a worker and step, and its AdamW; `one_bit_adam` and
-`zero_one_adam` are that update themselves, without weight decay. Each step's computations take exp(0.3 Z) times their
-median. The mean model of the workers is scored on 64 windows of the test text, outside the clock.
+The job is `chars` with a width of 64, one window of 64 characters a worker and step, and its AdamW; `one_bit_adam`,
+`zero_one_adam`, `demo` and `distributed_lion` are that update themselves, without weight decay; with `dion`,
+`distributed_muon` and `muloco` AdamW steps all but hidden matrices. Strategies with a server have 16 shards on hosts of
+their own, each with a link as a worker's. Each step's computations take exp(0.3 Z) times their median. The workers'
+mean model is scored on 64 windows of the test text, outside the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils.data import Subset
 
 import polytempo as pt
 from polytempo import strategies as s
 from polytempo.compression import feedback, one_bit
+from polytempo.core import Strategy
 from polytempo.jobs import chars
 from polytempo.spec.job import Data, Job
 
@@ -40,18 +47,47 @@ def read(given: Path | None) -> Data:
     return Data(train, Subset(test, range(0, len(test), len(test) // 64)[:64]))
 
 
+class HiddenMatrices(Optimizer):
+    """`hidden` for matrices but the two embeddings, which come first, and the last; AdamW at a tenth of its rate."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, hidden: Callable[..., Optimizer]) -> None:
+        given = list(parameters)
+        matrices = [p for p in given if p.ndim == 2][2:-1]
+        rest = [p for p in given if all(p is not each for each in matrices)]
+        self.parts = hidden(matrices, lr=10 * lr), AdamW(rest, lr=lr)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of both."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
+
+
 ADAM = replace(chars.job, name="small chars", model=model, data=read, lr=LR)
-SGD = replace(ADAM, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr))
+PLAIN = replace(ADAM, optimizer=SGD)
+MATRICES = replace(ADAM, optimizer=partial(HiddenMatrices, hidden=SGD))
+MUON = replace(ADAM, optimizer=partial(HiddenMatrices, hidden=partial(Muon, momentum=0.9, weight_decay=0.0)))
+BUT = "characters, places, scores"
 
 
-def rows(steps: int) -> dict[str, tuple[Job, str]]:
+def rows(steps: int, workers: int) -> dict[str, tuple[Job, Strategy]]:
     """Name in the table -> job and strategy."""
-    signs = feedback(one_bit())
+    signs, moving = feedback(one_bit()), {"shards": 16}
     return {
         "sync_sgd (DDP)": (ADAM, s.sync_sgd()),
         "power_sgd": (ADAM, s.power_sgd(rank=4)),
-        "one_bit_adam": (SGD, s.one_bit_adam(warmup_steps=steps // 6, beta1=0.9, scale=1.0)),
-        "zero_one_adam": (SGD, s.zero_one_adam(steps // 6, repeats=8, beta1=0.9, scale=1.0)),
+        "one_bit_adam": (PLAIN, s.one_bit_adam(warmup_steps=steps // 6, beta1=0.9, scale=1.0)),
+        "zero_one_adam": (PLAIN, s.zero_one_adam(steps // 6, repeats=8, beta1=0.9, scale=1.0)),
+        "demo": (PLAIN, s.demo(scale=1.0)),
+        "distributed_lion": (PLAIN, s.distributed_lion(scale=0.25)),
+        "dion": (MATRICES, s.dion(scale=1.0, but=BUT)),
+        "distributed_muon": (MATRICES, s.distributed_muon(scale=1.0, but=BUT)),
+        "acco": (ADAM, s.acco()),
+        "quasi_global_momentum": (ADAM, s.quasi_global_momentum()),
         "local_sgd": (ADAM, s.local_sgd(PERIOD)),
         "local_sgd, one_bit": (ADAM, s.local_sgd(PERIOD, codec=signs)),
         "des_loc": (ADAM, s.des_loc(PERIOD, 2 * PERIOD, 4 * PERIOD)),
@@ -61,6 +97,10 @@ def rows(steps: int) -> dict[str, tuple[Job, str]]:
         "streaming_diloco": (ADAM, s.streaming_diloco(PERIOD)),
         "sparse_loco": (ADAM, s.sparse_loco(PERIOD)),
         "noloco": (ADAM, s.noloco(PERIOD)),
+        "muloco": (MUON, s.diloco(PERIOD, outer_lr=0.8)),
+        "async_diloco": (ADAM, s.async_diloco(PERIOD, **moving)),
+        "decoupled_diloco": (ADAM, s.decoupled_diloco(PERIOD, quorum=workers // 2, **moving)),
+        "halos": (ADAM, s.halos(PERIOD, region=8, every=16, **moving)),
     }
 
 
@@ -75,7 +115,7 @@ def main() -> None:
     asked = parser.parse_args()
     cluster = pt.cluster.ethernet(gbit_per_s=0.1, stragglers=pt.cluster.lognormal(sigma=0.3))
     print("| strategy | steps | virtual s | MB a worker | loss | CPU s |\n|---|---|---|---|---|---|", flush=True)
-    for name, (job, strategy) in rows(asked.steps).items():
+    for name, (job, strategy) in rows(asked.steps, asked.workers).items():
         if asked.names and name not in asked.names:
             continue
         began = time.process_time()
@@ -85,7 +125,7 @@ def main() -> None:
                 strategy,
                 workers=asked.workers,
                 cluster=cluster,
-                batched=True,
+                batched=strategy.server is None,
                 data=asked.data,
                 batch_size=1,
                 steps=asked.steps,

@@ -127,6 +127,21 @@ def test_compare_prints_a_list_and_leaves_one_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "both" / "compare.json").read_text()) == results
 
 
+def test_compare_deals_the_data_to_the_same_clients(tmp_path: Path) -> None:
+    """Each strategy has the clients, the draws and the tests of `train`."""
+    given = ["--clients", "shards(8)", "--sampling", "drop_outs(0.2)", "--client-test", "0.2", "--steps", "3", "--json"]
+    strategies = ["fed_avg(cohort=3)", "fed_adam(cohort=3)"]
+    results = answer(polytempo("compare", "digits", "--strategies", ",".join(strategies), *given, cwd=tmp_path))
+    alone = answer(polytempo("simulate", "digits", "--workers", "2", "--strategy", strategies[1], *given, cwd=tmp_path))
+    assert [result["strategy"].split("(")[0] for result in results] == ["fed_avg", "fed_adam"]
+    assert results[1]["parameters_sha256"] == alone["parameters_sha256"] != results[0]["parameters_sha256"]
+    assert results[1]["metrics"] == alone["metrics"]
+    assert 0 < results[0]["metrics"]["clients/took_part"] <= 8
+    refused = polytempo("compare", "digits", "--strategies", "fed_avg(cohort=3),sync_sgd", *given, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "PT25" in refused.stderr
+
+
 def test_simulate_repeats_itself(tmp_path: Path) -> None:
     """The same seed, the same trace; another straggler distribution, another time."""
     arguments = ["simulate", "digits", "--workers", "8", "--steps", "3", "--json"]

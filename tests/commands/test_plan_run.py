@@ -39,7 +39,8 @@ def plan() -> search.RunPlan:
 
 
 def test_it_chooses_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--price", "2", "--page", str(tmp_path / "plan.html"))
+    out, err = asked(capsys, "digits", *TARGET, *SMALL, "--price", "2", "--page", str(tmp_path / "plan.html"), "--ui")
+    assert err.startswith("live page: http://127.0.0.1:")
     lines = out.splitlines()
     assert lines[0].startswith("local_sgd on 4 workers")
     assert lines[1].startswith("Runner-up: sync_sgd on ")
@@ -58,6 +59,18 @@ def test_its_commands_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
             app([*shlex.split(line)[1:], "--dry-run"])
         assert end.value.code == 0, line
         capsys.readouterr()
+
+
+def test_its_page_keeps_no_login_and_no_signature(
+    plan: search.RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("polytempo.cli.predict.plan_run.planned", lambda *_, **__: plan)
+    data = ("--data", "https://me:key@host/t.csv?signed=1")
+    out, _ = asked(capsys, "digits", *TARGET, *SMALL, *data, "--page", str(tmp_path / "plan.html"), "--quote")
+    assert all(shlex.split(line)[3:5] == [*data] for line in out.splitlines())
+    files = [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()]
+    assert sum("--data https://host/t.csv" in text for text in files) == 2
+    assert not any("key" in text.split() or "me:key" in text or "signed=1" in text for text in files)
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_names_the_component(tmp_path: Path, file: Path) -> None:
+def test_the_command_names_the_component(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a slower cluster stands for a real run's."""
     slow = replace(CLUSTER, memory=Link(5e-3, 1e9))
     run = tmp_path / "run"
@@ -57,8 +58,21 @@ def test_the_command_names_the_component(tmp_path: Path, file: Path) -> None:
     refused = CliRunner().invoke(app, asked)
     assert (refused.exit_code, "is a simulation" in refused.stderr) == (2, True)
     (run / "result.json").write_text(json.dumps(result | {"world": "process"}))
-    shown = CliRunner().invoke(app, asked)
+    beside = tmp_path / "run-simulated"
+    monkeypatch.chdir(run)
+    here = ["validate", ".", "--cluster", str(file), "--ui"]
+    assert f"add --out {run}-simulated" in CliRunner().invoke(app, here).stderr
+    shown = CliRunner().invoke(app, [*here, "--out", "../run-simulated"])
     assert shown.exit_code == 0, shown.output
+    assert re.match(r"live page: http://127\.0\.0\.1:\S+#/run/run\n", shown.stderr)
+    assert json.loads((beside / "result.json").read_text())["world"] == "virtual"
+    for given, said in (
+        (["--ui"], f"--ui needs --out, to show its files; add --out {run}-simulated"),
+        (["--ui", "--out", str(tmp_path / "far" / "away")], "the page shows a simulation beside its run"),
+        (["--out", str(beside)], "a result is in it"),
+    ):
+        refused = CliRunner().invoke(app, [*asked, *given])
+        assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
     assert "most of the error: all_reduce, predicted 9.98 ms less (100% of it)" in shown.stdout
     plain = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert plain["most_of_the_error"] == "all_reduce"

@@ -1,4 +1,4 @@
-"""Which way tensors on a device travel: by the device's own process group, or staged through the host. Either way the
+"""Tensors on a device travel by the device's own process group, or staged through the host. Either way the
 results are the host's, to the bit on the pretend device."""
 
 from __future__ import annotations

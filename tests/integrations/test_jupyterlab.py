@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,35 +15,73 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from waiting import soon
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 pytestmark = [pytest.mark.process, pytest.mark.browser, pytest.mark.timeout(600)]
-TOKEN = "of-this-test-alone"
+TOKEN, NOTEBOOK, KERNEL = "of-this-test-alone", "cells.ipynb", "here"
 expect.set_options(timeout=1000 * DEADLINE_S)
 
+HELD = """\
+from pathlib import Path
+from threading import Event
+import polytempo as pt
+
+class Held(pt.callbacks.Callback):
+    \"\"\"Holds the run at its second score, until the test has seen it.\"\"\"
+    scores = 0
+
+    def on_evaluation(self, facts):
+        self.scores += 1
+        while self.scores == 2 and not Path("seen").exists():
+            Event().wait(0.05)
+"""
 CELLS = [
-    "import polytempo as pt",
-    "result = pt.run('digits', 'local_sgd(period=8)', 2, epochs=40, threads=1)",
+    HELD,
+    "result = pt.run('digits', 'local_sgd(period=8)', 2, epochs=4, threads=1, callbacks=[Held()])",
     "result",
     "pt.compare('digits', ['sync_sgd()', 'local_sgd(period=8)'], 2, epochs=1)",
 ]
 
 
+class Lab(NamedTuple):
+    """A JupyterLab on loopback, with a folder and settings of its own."""
+
+    address: str
+    folder: Path
+
+    def asked(self, path: str, method: str = "GET") -> Any:
+        """The answer to a request."""
+        request = urllib.request.Request(f"{self.address}/api/{path}?token={TOKEN}", method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def answers(self) -> bool:
+        """True if the server is there."""
+        try:
+            return bool(self.asked("status"))
+        except OSError:
+            return False
+
+
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of JupyterLab on loopback, with a folder and settings of its own."""
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab with the notebook and its kernel."""
     folder = tmp_path_factory.mktemp("lab")
+    spec = folder / "data" / "kernels" / KERNEL
+    spec.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
     notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, folder / "cells.ipynb")
+    notebook.metadata["kernelspec"] = {"name": KERNEL, "display_name": KERNEL, "language": "python"}
+    nbformat.write(notebook, folder / NOTEBOOK)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
@@ -53,30 +92,21 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environment = os.environ | own | {"PYTHONPATH": str(ROOT / "src"), "IPYTHONDIR": str(folder / "ipython")}
     with (folder / "lab.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
+    found = Lab(f"http://127.0.0.1:{port}", folder)
     try:
-        assert soon(lambda: answers(f"{address}/api/status?token={TOKEN}")), (folder / "lab.log").read_text()
-        yield address
+        assert soon(found.answers, DEADLINE_S), (folder / "lab.log").read_text()
+        yield found
     finally:
-        for kernel in asked(f"{address}/api/kernels?token={TOKEN}"):
-            request = urllib.request.Request(f"{address}/api/kernels/{kernel['id']}?token={TOKEN}", method="DELETE")
-            urllib.request.urlopen(request, timeout=60).close()
+        if found.answers():
+            for kernel in found.asked("kernels"):
+                found.asked(f"kernels/{kernel['id']}", "DELETE")
         server.send_signal(signal.SIGTERM)
         server.wait(60)
 
 
-def asked(address: str) -> Any:
-    """The answer of JupyterLab."""
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        return json.load(answer)
-
-
-def answers(address: str) -> bool:
-    """True if the server is there."""
-    try:
-        return bool(asked(address))
-    except OSError:
-        return False
+def chosen(dialog: Locator) -> None:
+    """Accept the notebook's own kernel, where JupyterLab asks for it."""
+    dialog.locator("button.jp-mod-accept").click()
 
 
 def kept(page: Page, name: str) -> None:
@@ -85,24 +115,26 @@ def kept(page: Page, name: str) -> None:
         page.screenshot(path=f"{folder}/jupyterlab-{name}.png")
 
 
-def test_a_run_is_shown_while_it_goes_on_and_its_result_as_a_table(browser: Any, lab: str) -> None:
+def test_a_run_is_shown_while_it_goes_on_and_its_result_as_a_table(browser: Any, lab: Lab) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(1000 * DEADLINE_S)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{lab}/lab/tree/cells.ipynb?token={TOKEN}&reset")
+    page.add_locator_handler(page.locator(".jp-Dialog", has_text="Select Kernel"), chosen)
+    page.goto(f"{lab.address}/lab/tree/{NOTEBOOK}?token={TOKEN}&reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     expect(page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")).to_be_attached()
+    assert soon(lambda: [each["execution_state"] for each in lab.asked("kernels")] == ["idle"], DEADLINE_S)
     page.get_by_text("Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     bar = page.locator(".jp-OutputArea [role=progressbar]").first
     expect(bar).to_be_visible()
     expect(page.locator(".jp-OutputArea svg polyline").first).to_be_attached()
-    seen = int(bar.get_attribute("aria-valuenow") or 0)
+    expect(bar).to_have_attribute("aria-valuenow", re.compile(r"^[1-9]\d?$"))
     kept(page, "running")
+    (lab.folder / "seen").touch()
     expect(bar).to_have_attribute("aria-valuenow", "100")
-    assert seen < 100, "the bar was seen before the end of the run"
     table = page.locator(".jp-OutputArea-executeResult table")
     expect(table).to_have_count(2)
     expect(table.first).to_contain_text("accuracy")

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from matplotlib import image as pictures
 
 import polytempo as pt
@@ -44,13 +46,18 @@ def resumed_run(out: Path, tracker: object) -> Points:
     """A run and its second part; the rows of both by name."""
     for part, epochs in enumerate((1, 2)):
         pt.run("digits", "local_sgd(period=8)", 2, epochs=epochs, out=out, resume=part > 0, trackers=tracker)
+    return points(out)
+
+
+def points(out: Path) -> Points:
+    """The numbers in the rows of a run."""
     found: Points = {}
     for row in read_metrics(out):
         record = record_of(row)
         assert isinstance(record, TrainRow | TestRow)
         for name, value in scalars(record).items():
             found.setdefault(name, {})[record.step] = value
-    return {name: found[name] for name in NAMES}
+    return {name: found.get(name, {}) for name in NAMES}
 
 
 def handed(tracker: pt.trackers.Tracker, folder: Path) -> None:
@@ -63,7 +70,7 @@ def handed(tracker: pt.trackers.Tracker, folder: Path) -> None:
         strategy="ssp()",
         world="process",
         workers=2,
-        settings={"lr": 0.5, "precision": "bf16"},
+        settings={"lr": 0.5, "precision": "bf16", "tags": "paper,v2"},
         began_s=1.75e9,
         identity="abcd1234",
     )
@@ -98,6 +105,15 @@ def wandb_records(folder: Path) -> list[Any]:
     return found
 
 
+def wandb_points(out: Path) -> tuple[set[str], Points]:
+    records, found = wandb_records(out), dict[str, dict[int, float]]()
+    for record in records:
+        line = items(record.history.item) if record.HasField("history") else {}
+        for name in line.keys() & set(NAMES):
+            found.setdefault(name, {})[line["step"]] = line[name]
+    return {record.run.run_id for record in records if record.HasField("run")}, found
+
+
 def items(entries: Any) -> dict[str, Any]:
     return {"/".join(entry.nested_key) or entry.key: json.loads(entry.value_json) for entry in entries}
 
@@ -106,17 +122,10 @@ def test_wandb_offline(tmp_path: Path) -> None:
     out = tmp_path / "run"
     expected = resumed_run(out, pt.trackers.wandb(project="p", mode="offline"))
     records = wandb_records(out)
-    [identity] = {record.run.run_id for record in records if record.HasField("run")}
+    [identity], found = wandb_points(out)
     assert identity == json.loads((out / "trackers" / "wandb.json").read_text())["identity"]
     config = next(items(record.run.config.update) for record in records if record.HasField("run"))
     assert config["strategy"] == "local_sgd(period=8, route=native)"
-    found: Points = {}
-    for record in records:
-        if record.HasField("history"):
-            line = items(record.history.item)
-            for name in NAMES:
-                if name in line:
-                    found.setdefault(name, {})[line["step"]] = line[name]
     assert found == expected
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")}
     assert axes.items() >= {"train/*": "step", "test/*": "step"}.items()
@@ -125,6 +134,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 def test_wandb_has_texts_pictures_and_the_end(tmp_path: Path) -> None:
     handed(table.made(pt.trackers.wandb(mode="offline")), tmp_path)
     records = wandb_records(tmp_path)
+    assert next(list(record.run.tags) for record in records if record.HasField("run")) == ["paper", "v2"]
     summary: dict[str, Any] = {}
     for record in records:
         if record.HasField("summary"):
@@ -138,6 +148,17 @@ def test_wandb_has_texts_pictures_and_the_end(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- MLflow
+
+
+def mlflow_points(uri: str, experiment: str = "e") -> tuple[set[str], Points]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    known = client.get_experiment_by_name(experiment)
+    assert known is not None
+    runs = [run.info.run_id for run in client.search_runs([known.experiment_id])]
+    histories = {name: [e for run in runs for e in client.get_metric_history(run, name)] for name in NAMES}
+    return set(runs), {name: {each.step: each.value for each in several} for name, several in histories.items()}
 
 
 @pytest.mark.parametrize("store", ["sqlite", "file"])
@@ -156,11 +177,23 @@ def test_mlflow(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "run"
     assert run.data.params["strategy"] == "local_sgd(period=8, route=native)"
+    assert mlflow_points(uri) == ({run.info.run_id}, expected)
     history = {name: client.get_metric_history(run.info.run_id, name) for name in NAMES}
-    assert {name: {each.step: each.value for each in several} for name, several in history.items()} == expected
     assert all(len(several) == len(expected[name]) for name, several in history.items())
     kept = {each.path for each in client.list_artifacts(run.info.run_id)}
     assert kept >= {"report.html", "result.json"}
+    [model] = client.list_artifacts(run.info.run_id, "model")
+    logged = safetensors.torch.load_file(client.download_artifacts(run.info.run_id, model.path, str(tmp_path)))
+    saved = pt.training.checkpoint_model(out)
+    assert logged.keys() == saved.keys()
+    assert all(torch.equal(logged[name], saved[name]) for name in saved)
+    _, checkpoint = sorted(client.list_artifacts(run.info.run_id, "checkpoint"), key=lambda each: each.path)
+    files = {Path(each.path).name for each in client.list_artifacts(run.info.run_id, checkpoint.path)}
+    assert (
+        files
+        == {each.name for each in (out / checkpoint.path).iterdir()}
+        == {"manifest.json", "rank-0.safetensors", "rank-1.safetensors"}
+    )
 
 
 def test_mlflow_has_texts_pictures_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,20 +218,28 @@ def test_mlflow_has_texts_pictures_and_the_end(tmp_path: Path, monkeypatch: pyte
 
 def comet_messages(folder: Path) -> list[Any]:
     """The messages in the files that `comet upload` takes, in the order of their writing."""
-    files = [zipfile.ZipFile(file) for file in sorted(folder.glob("*.zip"), key=lambda file: file.stat().st_mtime)]
-    return [json.loads(line) for file in files for line in file.read("messages.json").splitlines()]
+    return [json.loads(line) for file in comet_files(folder) for line in file.read("messages.json").splitlines()]
+
+
+def comet_files(folder: Path) -> list[zipfile.ZipFile]:
+    """The complete files: a file without content is left by a killed process, which had begun it."""
+    files = sorted(filter(zipfile.is_zipfile, folder.glob("*.zip")), key=lambda file: file.stat().st_mtime)
+    return [opened for file in files if "messages.json" in (opened := zipfile.ZipFile(file)).namelist()]
+
+
+def comet_points(out: Path) -> tuple[set[str], Points]:
+    found: Points = {name: {} for name in NAMES}
+    for each in comet_messages(out / "comet"):
+        if each["type"] == "metric_msg" and (metric := each["payload"]["metric"])["metricName"] in found:
+            found[metric["metricName"]][metric["step"]] = metric["metricValue"]
+    return {json.loads(file.read("experiment.json"))["offline_id"] for file in comet_files(out / "comet")}, found
 
 
 def test_comet_offline(tmp_path: Path) -> None:
     pytest.importorskip("comet_ml")
     expected = resumed_run(tmp_path / "run", pt.trackers.comet("p", mode="offline"))
     messages = comet_messages(tmp_path / "run" / "comet")
-    metrics = [each["payload"]["metric"] for each in messages if each["type"] == "metric_msg"]
-    found: Points = {name: {} for name in NAMES}
-    for each in metrics:
-        if each["metricName"] in found:
-            found[each["metricName"]][each["step"]] = each["metricValue"]
-    assert found == expected
+    assert comet_points(tmp_path / "run")[1] == expected
     parameters = [each["payload"]["param"] for each in messages if each["type"] == "parameter_msg"]
     assert {each["paramName"]: each["paramValue"] for each in parameters}["strategy"].startswith("local_sgd(period=8")
     others = [each["payload"] for each in messages if each["type"] == "log_other"]
@@ -220,15 +261,32 @@ def test_comet_has_pictures_texts_and_faults(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- Trackio
 
 
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+def trackio_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A project of its own in Trackio's folder, which the library reads when it is imported."""
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+    from trackio.utils import TRACKIO_DIR
+
+    monkeypatch.setenv("TRACKIO_DIR", str(TRACKIO_DIR))
+    return folder.name
+
+
+def trackio_points(project: str) -> tuple[set[str], Points]:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    expected = resumed_run(tmp_path / "run", pt.trackers.trackio("p"))
-    [run] = trackio.Api().runs("p")
+    runs = trackio.Api().runs(project)
+    lines = [line for run in runs for line in SQLiteStorage.get_logs(project, run.name, run_id=run.id)]
+    return {run.id for run in runs}, {
+        name: {line["step"]: line[name] for line in lines if name in line} for name in NAMES
+    }
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = trackio_project(tmp_path, monkeypatch)
+    import trackio
+
+    expected = resumed_run(tmp_path / "run", pt.trackers.trackio(project))
+    [run] = trackio.Api().runs(project)
     assert run.config is not None
     assert run.config["strategy"] == "local_sgd(period=8, route=native)"
-    lines = SQLiteStorage.get_logs("p", run.name, run_id=run.id)
-    found = {name: {line["step"]: line[name] for line in lines if name in line} for name in NAMES}
-    assert found == expected
+    assert trackio_points(project) == ({run.id}, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from polytempo import aggregation, collectives
@@ -11,6 +12,7 @@ from polytempo.compression import bf16, chunk_top_k, delta, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 from polytempo.server.rules.staleness import power
+from polytempo.synchronization import by_time, by_variance, growing
 
 ROUTES = [
     collectives.native,
@@ -67,6 +69,25 @@ ROWS = [
     Row("des_loc", lambda: s.des_loc(2, 3, 4), meets=lambda step: step % 2 == 0),
     Row("des_loc", lambda: s.des_loc(3, 2, 6, collectives.ring), meets=lambda step: step % 3 == 0),
     Row("diloco", lambda: s.diloco(period=5), alone="diloco", meets=lambda step: step % 5 == 0),
+    Row(
+        "diloco",
+        lambda: s.diloco(3, outer_optimizer=aggregation.adam(0.1, 0.8, 0.9, 0.01)),
+        alone="outer_adam",
+        meets=lambda step: step % 3 == 0,
+    ),
+    Row(
+        "diloco",
+        lambda: s.diloco(2, outer_optimizer=aggregation.schedule_free(0.8, 0.7)),
+        alone="outer_schedule_free",
+        meets=lambda step: step % 2 == 0,
+    ),
+    Row(
+        "local_sgd",
+        lambda: s.local_sgd(growing(1, 4, 2)),
+        meets=lambda step: step in {1, 2, 4, 6} or (step >= 10 and step % 4 == 2),
+    ),
+    Row("local_sgd", lambda: s.local_sgd(by_time(inf, 3, 3), route=collectives.ring), meets=lambda step: step % 3 == 0),
+    Row("local_sgd", lambda: s.local_sgd(by_variance(4, slack=inf)), meets=lambda step: step % 4 == 0),
     Row("islands", lambda: s.islands(outer=s.diloco(period=5)), alone="diloco", meets=lambda step: step % 5 == 0),
     Row(
         "islands",
@@ -207,11 +228,24 @@ SERVED = [
     Row("dc_asgd", s.dc_asgd),
     Row("dc_asgd", lambda: s.dc_asgd(scale="inverse")),
     Row("decoupled_diloco", lambda: s.decoupled_diloco(4), alone="async_diloco", pushes_every=4),
+    Row(
+        "decoupled_diloco",
+        lambda: s.decoupled_diloco(4, 2, 0.9, 0.3, delay=2, momentum_every=2),
+        alone="async_diloco",
+        pushes_every=4,
+    ),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
     Row("downpour", s.downpour, alone="downpour", pushes_every=5),
     Row("downpour", lambda: s.downpour(scale=power(2)), alone="downpour", pushes_every=5),
     Row("downpour", lambda: s.downpour(codec=feedback(bf16())), alone="downpour", pushes_every=5),
     Row("easgd", s.easgd, alone="easgd", pushes_every=4),
+    Row("halos", lambda: s.halos(4, region=2, every=1), alone="halos", pushes_every=4),
+    Row(
+        "halos",
+        lambda: s.halos(4, 3, 2, 0.5, 0.9, 0.3, 2, 0.9, 0.3, 1, codec=feedback(bf16()), delay=2),
+        alone="halos",
+        pushes_every=4,
+    ),
     Row("softsync", s.softsync),
     Row("softsync", lambda: s.softsync(n=4, scale="inverse")),
     Row("ssp", s.ssp),

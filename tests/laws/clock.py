@@ -21,6 +21,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import TensorDataset
 
+from plain_rules import plain_halos
 from polytempo.cluster import Cluster, Crash, Link, slow_host
 from polytempo.core import Strategy
 from polytempo.core.rule import Add, Arrival, Drop, RuleState, Situation, Update
@@ -331,11 +332,36 @@ def async_diloco_alone(
 
     The worker takes in the center after `delay` steps.
     """
-    weight, center, velocity = nn.Parameter(torch.ones(1, dtype=torch.float64)), 1.0, 0.0
-    optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
+    center, velocity = 1.0, 0.0
     movements: list[float] = []
-    anchor = asked = center
-    steps = len(dealt.tickets)
+
+    def push(moved: float) -> float:
+        nonlocal center, velocity
+        movements.append(moved)
+        center -= lr * moved
+        if len(movements) % momentum_every == 0:
+            velocity = momentum * velocity + sum(movements[-momentum_every:])
+            center -= lr * momentum * velocity
+        return center
+
+    moved_alone(period, setting, dealt, push, delay)
+    return center
+
+
+def halos_alone(period: int, name: str, setting: Setting, dealt: Dealt, delay: int = 0) -> float:
+    """One worker with the job's optimizer, alone in the only region."""
+    server = plain_halos(name, 1.0, lambda x, y, factor: x + factor * y, lambda x, y, share: x + share * (y - x))
+    server.set_members([0])
+    moved_alone(period, setting, dealt, lambda moved: float(server.push(0, moved, [0])), delay)
+    return float(server.theta)
+
+
+def moved_alone(period: int, setting: Setting, dealt: Dealt, push: Callable[[float], float], delay: int) -> None:
+    """One worker that pushes its movement in `period` steps, and the rest, and takes in the answer `delay` later."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
+    anchor = asked = answer = 1.0
+    steps, pushes = len(dealt.tickets), 0
     for step in range(1, -(-steps // period) * period + 1):
         if step <= steps:
             ticket = dealt.tickets[step - 1]
@@ -344,15 +370,10 @@ def async_diloco_alone(
             optimizer.step()
         if step % period == 0:
             asked = weight.item()
-            movements.append(anchor - asked)
-            center -= lr * movements[-1]
-            if len(movements) % momentum_every == 0:
-                velocity = momentum * velocity + sum(movements[-momentum_every:])
-                center -= lr * momentum * velocity
-        if movements and step % period == delay:
-            anchor = center
+            answer, pushes = push(anchor - asked), pushes + 1
+        if pushes and step % period == delay:
+            anchor = answer
             weight.data.fill_(anchor + (weight.item() - asked))
-    return center
 
 
 def easgd_alone(period: int, alpha: float, setting: Setting, dealt: Dealt) -> float:

@@ -43,6 +43,8 @@ ROWS = [
     Row("int8()", c.int8, "contraction"),
     Row("int8(block=64)", lambda: c.int8(block=64), "contraction"),
     Row("dynamic8()", c.dynamic8, "contraction"),
+    Row("bins()", c.bins, "contraction"),
+    Row("bins(bits=5)", lambda: c.bins(bits=5), "contraction"),
     Row("one_bit()", c.one_bit, "contraction"),
     Row("sign()", c.sign, "contraction"),
     Row("sign(scaled=False)", lambda: c.sign(scaled=False), "conserving", diverges=True),

@@ -271,7 +271,7 @@ def mesh_of(row: Combination) -> dict[str, int] | None:
 
 def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
     given: OptionKeywords = {"threads": 1, "steps": steps}
-    if row.precision in ("bf16", *QUANTISED):
+    if row.precision in ("bf16", "autocast", *QUANTISED):
         given["precision"] = row.precision
     if row.scored == "average":
         given["ema"] = DECAY
@@ -300,6 +300,9 @@ class Replica:
 
     def output(self, x: Tensor) -> Tensor:
         answer: Tensor
+        if self.row.precision == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.net(x).float()  # type: ignore[no-any-return]
         if self.row.precision != "bf16":
             answer = torch.func.functional_call(self.net, few_levels(self.row, self.net), (x,))
             return answer

@@ -7,7 +7,7 @@ one of them. A new feature is a new value here, and so it meets all others.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
     "top_k": lambda: s.top_k_sgd(0.3, exact_below=0),
     "one_bit": lambda: s.one_bit_sgd(exact_below=0),
     "power": lambda: s.power_sgd(1, exact_below=0),
+    "acco": s.acco,
     "backup": lambda: s.backup_workers(backups=0),
     "downpour": lambda: s.downpour(2, 2, scale=power(2)),
 }
@@ -128,6 +129,20 @@ IN_ANY_ORDER = [
     ]
 ]
 """Rows of Hogwild!: two workers write to one copy in any order, so only one worker can be compared with plain torch."""
+AUTOCAST = [
+    Combination(family, layout, "autocast", norm, optimizer, loop, replicas, saving, world)
+    for family, layout, norm, optimizer, loop, replicas, saving, world in [
+        ("sync", "whole", "batch", "adamw", "job", 2, "saved", "virtual"),
+        ("sync", "whole", "group", "momentum", "clip_norm", 2, "saved", "virtual"),
+        ("local", "whole", "layer", "momentum", "micro_batches", 2, "saved", "virtual"),
+        ("downpour", "whole", "none", "sgd", "job", 1, "saved", "virtual"),
+        ("sync", "gpipe", "none", "sgd", "job", 1, "saved", "virtual"),
+        ("sync", "split", "none", "momentum", "job", 1, "saved", "virtual"),
+        ("sync", "one_copy", "none", "sgd", "job", 2, "saved", "virtual"),
+        ("sync", "whole", "layer", "adamw", "job", 2, "resumed", "processes"),
+    ]
+]
+"""Rows of float32 parameters with 16 bits in forward alone."""
 STAGED = tuple(
     layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "hogwild", "split", "places", "hybrid")
 )
@@ -154,7 +169,7 @@ IMPOSSIBLE: list[Values] = [
     {"loop": OWN, "world": ["virtual"]},  # a user's loop runs on processes
     {"saving": ["resumed"], "world": ["virtual"]},  # the same arguments give the same simulation
     {"loop": ["accumulated"], "layout": STAGED},  # micro-batches are accumulation
-    {"loop": OWN, "layout": STAGED, "precision": ["bf16", *QUANTISED]},  # an option of jobs
+    {"loop": OWN, "layout": STAGED, "precision": ["bf16", "autocast", *QUANTISED]},  # an option of jobs
     {"loop": OWN, "layout": ["split", "places", "hybrid"], "precision": QUANTISED},  # refused in jobs alone
     {"loop": OWN, "scored": ["average"]},  # an option of jobs
     {"loop": OWN, "start": ["other"]},  # an option of jobs
@@ -172,11 +187,14 @@ UNSHOWN: list[Values] = [
 
 REFUSED: list[tuple[str, Values]] = [
     ("drops gradients", {"family": ["backup"], "layout": LATE}),
-    ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
-    ("PT1701|them differ", {"family": SERVED, "layout": ["split", "places", "hybrid"]}),
+    ("PT1724", {"family": ["acco"], "layout": ["hybrid"]}),
+    ("PT1723", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
+    ("PT1701|PT1723", {"family": SERVED, "layout": ["split", "places", "hybrid"]}),
+    ("PT1411", {"layout": ["one_copy", "hogwild"], "precision": ["autocast"]}),
     ("PT1401", {"layout": ["one_copy", "hogwild"], "precision": ["bf16", *QUANTISED]}),
     ("PT1408", {"layout": STAGED, "precision": QUANTISED}),
     ("PT1409", {"layout": ["split", "places", "hybrid"], "precision": QUANTISED}),
+    ("PT1412", {"family": SERVED, "layout": STAGED, "precision": ["autocast"]}),
     ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
     ("PT1526", {"layout": STAGED, "loop": ["micro_batches"]}),
     ("PT1536", {"family": SERVED, "layout": STAGED, "loop": ["clip_norm"]}),
@@ -226,8 +244,14 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
     return combinations(zip(FACTOR_NAMES, row, strict=False), 2)
 
 
-NEWER: list[Sequence[str]] = [("watched", "adapters", "streamed"), ("adapters", "streamed"), ("streamed",), ()]
-"""Newer loops. Rows of older loops come first, so a newer one leaves them alone."""
+NEWER: list[Sequence[str]] = [
+    ("watched", "adapters", "streamed", "acco"),
+    ("adapters", "streamed", "acco"),
+    ("streamed", "acco"),
+    ("acco",),
+    (),
+]
+"""Newer values. Rows of older ones come first, so a newer one leaves them alone."""
 
 
 def covering(seed: int = SEED) -> list[Combination]:
@@ -240,7 +264,10 @@ def covering(seed: int = SEED) -> list[Combination]:
             rows += _covering(
                 lambda chosen, allowed=allowed, newer=newer: older(chosen, newer) and allowed(chosen), rows, draw
             )
-    return _shown(rows)
+    newest = NEWER[-2]
+    number = sum(older(row._asdict(), newest) for row in rows)
+    first = _shown(rows[:number], [pair for pair in shown_pairs() if pair[1][1] not in newest])
+    return _shown([*first, *rows[number:]], shown_pairs())
 
 
 def shown_pairs() -> Iterator[Pair]:
@@ -257,10 +284,10 @@ def pairs_shown(row: Combination) -> set[Pair]:
     return {(("shown", row.shown), pair) for pair in zip(FACTOR_NAMES, row, strict=False)}
 
 
-def _shown(rows: Sequence[Combination]) -> list[Combination]:
-    """The rows, some of them with a way to be looked at, until each pair of `shown_pairs` is in one."""
-    found, left = list(rows), set(shown_pairs())
-    free = [place for place, row in enumerate(rows) if accepted(row._asdict())]
+def _shown(rows: Sequence[Combination], pairs: Iterable[Pair]) -> list[Combination]:
+    """The rows, further ones of them with a way to be looked at, until each of `pairs` is in one."""
+    found, left = list(rows), set(pairs).difference(*(pairs_shown(row) for row in rows))
+    free = [place for place, row in enumerate(rows) if row.shown == "unseen" and accepted(row._asdict())]
     while left and free:
         tried = [(place, found[place]._replace(shown=way)) for place in free for way in SHOWN]
         possible_ones = [
@@ -276,7 +303,7 @@ def _shown(rows: Sequence[Combination]) -> list[Combination]:
 
 def older(chosen: Mapping[str, str | int], newer: Sequence[str]) -> bool:
     """True without the values `newer`."""
-    return chosen.get("loop") not in newer
+    return not any(value in newer for value in chosen.values())
 
 
 Allowed = Callable[[Mapping[str, str | int]], bool]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laws.harness import OPTIMIZERS, Setting, flat, joined_batch, loss_of, model
+from plain_rules import plain_halos
 from polytempo import strategies
 from polytempo.core import Bundle
 
@@ -55,24 +56,61 @@ def acco(num_steps: int, setting: Setting) -> list[Tensor]:
     return history
 
 
-def diloco(num_steps: int, period: int, lr: float, momentum: float, setting: Setting) -> list[Tensor]:
-    """Nesterov's momentum on one worker's movement in `period` steps."""
+OuterStep = Callable[[Tensor, int], Tensor]
+"""The anchor's movement back, by the movement and the number of a round."""
+
+
+def outer(num_steps: int, period: int, step: OuterStep, setting: Setting) -> list[Tensor]:
+    """One worker's movement in `period` steps, and an outer step with it."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     anchor = flat(net)
-    velocity = torch.zeros_like(anchor)
     history = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss_of(net, joined_batch(step, setting.dtype)).backward()
+    for number in range(1, num_steps + 1):
+        take_gradients(net, joined_batch(number - 1, setting.dtype))
         optimizer.step()
-        if (step + 1) % period == 0:
-            moved = anchor - flat(net)
-            velocity = momentum * velocity + moved
-            anchor = anchor - lr * (moved + momentum * velocity)
+        if number % period == 0:
+            anchor = anchor - step(anchor - flat(net), number // period)
             torch.nn.utils.vector_to_parameters(anchor.clone(), net.parameters())
         history.append(flat(net))
     return history
+
+
+def nesterov_steps(lr: float, momentum: float) -> OuterStep:
+    """Nesterov's momentum."""
+    velocity: Tensor | float = 0.0
+
+    def step(moved: Tensor, number: int) -> Tensor:
+        nonlocal velocity
+        velocity = momentum * velocity + moved
+        return lr * (moved + momentum * velocity)
+
+    return step
+
+
+def adam_steps() -> OuterStep:
+    """Adam's at lr 0.1, with 0.8, 0.9 and 0.01."""
+    first = second = torch.zeros(())
+
+    def step(moved: Tensor, number: int) -> Tensor:
+        nonlocal first, second
+        first = first.expand_as(moved).to(moved).lerp(moved, 1 - 0.8)
+        second = (0.9 * second.to(moved)).addcmul(moved, moved, value=1 - 0.9)
+        return first / ((second / (1 - 0.9**number)).sqrt() + 0.01) * (0.1 / (1 - 0.8**number))
+
+    return step
+
+
+def schedule_free_steps() -> OuterStep:
+    """Schedule-free ones at lr 0.8 with beta 0.7, by the distance of their mean from the last one."""
+    apart: Tensor | float = 0.0
+
+    def step(moved: Tensor, number: int) -> Tensor:
+        nonlocal apart
+        before, apart = apart, (apart + 0.8 * moved) * (1 - 1 / number)
+        return 0.8 * moved - 0.7 * (apart - before)
+
+    return step
 
 
 def slowmo(num_steps: int, period: int, lr: float, momentum: float, setting: Setting) -> list[Tensor]:
@@ -366,14 +404,51 @@ def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> 
     With momentum_every=N each N-th step has the momentum; with a delay the worker goes on, and takes the server's
     parameters in later.
     """
-    net, server = model(setting.dtype), model(setting.dtype)
-    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    server = model(setting.dtype)
     lr, momentum = (float(each) for each in re.findall(r"outer_(?:lr|momentum)=([\d.]+)", name))
     late, delay = (int((re.findall(rf"{each}=(\d+)", name) or [0])[0]) for each in ("momentum_every", "delay"))
     plain = {} if late else {"momentum": momentum, "nesterov": momentum > 0}
     outer = torch.optim.SGD(server.parameters(), lr=lr, foreach=False, **plain)
-    velocity, pushes = torch.zeros_like(flat(net)), 0
-    anchor, asked = flat(net), None
+    velocity, pushes = torch.zeros_like(flat(server)), 0
+
+    def push(moved: Tensor) -> Tensor:
+        nonlocal velocity, pushes
+        pushes += 1
+        velocity = (momentum * velocity if late and pushes % late == 1 else velocity) + moved
+        if late and pushes % late == 0:
+            moved = moved.add(velocity, alpha=momentum)
+        take_step(server, outer, unflattened(moved, server))
+        return flat(server)
+
+    pushed_movements(batches, period, delay, push, setting)
+    return flat(server)
+
+
+def halos(batches: Batches, period: int, name: str, setting: Setting) -> Tensor:
+    """One worker, alone in the only region."""
+    start, delay = flat(model(setting.dtype)), re.findall(r"delay=(\d+)", name)
+    server = plain_halos(name, start, lambda x, y, factor: torch.add(x, y, alpha=factor), torch.lerp)
+    server.set_members([0])
+
+    def push(moved: Tensor) -> Tensor:
+        found: Tensor = server.push(0, moved, [0])
+        return found
+
+    pushed_movements(batches, period, int(delay[0]) if delay else 0, push, setting)
+    found: Tensor = server.theta
+    return found
+
+
+def pushed_movements(
+    batches: Batches, period: int, delay: int, push: Callable[[Tensor], Tensor], setting: Setting
+) -> None:
+    """One worker that pushes its movement in `period` steps, and the rest at the end, and goes on from the answer.
+
+    With a delay it takes the answer in so many steps later.
+    """
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    anchor, asked, answer = flat(net), None, flat(net)
     every = list(batches)
     for step in range(1, -(-len(every) // period) * period + 1):  # the last ones without a batch
         if step <= len(every):
@@ -381,17 +456,11 @@ def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> 
             optimizer.step()
         own = flat(net)
         if step % period == 0:
-            moved, asked = anchor - own, own
-            pushes += 1
-            velocity = (momentum * velocity if late and pushes % late == 1 else velocity) + moved
-            if late and pushes % late == 0:
-                moved = moved.add(velocity, alpha=momentum)
-            take_step(server, outer, unflattened(moved, server))
+            asked, answer = own, push(anchor - own)
         if asked is not None and step % period == delay:
-            anchor = flat(server)
+            anchor = answer
             own = anchor + (own - asked) if delay else anchor
             torch.nn.utils.vector_to_parameters(own.clone(), net.parameters())
-    return flat(server)
 
 
 def unflattened(values: Tensor, like: nn.Module) -> list[Tensor]:

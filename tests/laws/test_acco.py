@@ -1,4 +1,4 @@
-"""ACCO and provisional steps: the simpler strategies they reduce to, and what a step that is undone must give back."""
+"""ACCO and provisional steps: the simpler strategies they reduce to, and an undone step gives all back."""
 
 from __future__ import annotations
 

@@ -107,3 +107,22 @@ def test_frozen_parameters_are_constants(row: Row, tmp_path: Any) -> None:
         assert torch.equal(frozen.pop("2.base"), HEAD)
         assert all(torch.equal(frozen[name], tensor) for name, tensor in constant.items())
         assert frozen.keys() == constant.keys()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync_sgd()", "local_sgd(period=2)", "bf16_sgd()", "top_k_sgd(ratio=0.25, exact_below=0)", "diloco(period=3)"],
+)
+@pytest.mark.parametrize("train", [pt.run, pt.simulate], ids=["processes", "simulated"])
+def test_trained_parameters_alone_travel(train: Any, strategy: str) -> None:
+    """Six steps send the bytes that `explain` counts for the trained parameters."""
+
+    def sent(steps: int) -> int:
+        found: pt.Result = train(job(False), strategy, 2, steps=steps, batch_size=2, threads=1)
+        return found.bytes_sent_per_rank
+
+    def counted(parameters: dict[str, Tensor]) -> float:
+        return sum(pt.explain(strategy, 2, parameters).at(step).busiest_bytes for step in range(5, 11))
+
+    assert sent(10) - sent(4) == counted(trained(net(False))) < counted(dict(net(False).named_parameters()))

@@ -87,6 +87,7 @@ def test_strategies_that_average(row: Row, workers: int, accumulate: int, tmp_pa
         ("zero_bubble(2, 2)", 4, {}),
         (s.split({"2": "row"}, parts=2), 4, {}),
         ('hybrid("2")', 3, {}),
+        ("sync_sgd(route=invariant(slices=6))", 3, {}),
         ("sync_sgd()", 3, {"batch_growth": {1: 2}}),
         ("sync_sgd()", 2, {"noise_scale": 1}),
     ],
@@ -98,9 +99,11 @@ def test_other_layouts(strategy: Any, workers: int, options: dict[str, Any], tmp
     check(found, simulated(BY_SAMPLES, strategy, workers, tmp_path / "equal", **options))
     if not options:
         check(found, plain_by_samples())
+    if "invariant" in str(strategy):
+        check(simulated(JOB, strategy, workers, tmp_path / "tokens", balance="speed"), plain())
 
 
-REFUSED = {"server": "PT1539", "slices": "PT1540", "racing": "PT1541"}
+REFUSED = {"server": "PT1539", "rounds": "PT1540", "racing": "PT1541"}
 OWN_STEPS = (
     *("parameter_averaging", "local_sgd", "post_local_sgd", "diloco", "gossip", "stochastic_gradient_push"),
     *("islands", "slowmo", "adasum", "sparse_loco", "streaming_diloco", "noloco", "quasi_global_momentum"),
@@ -243,6 +246,47 @@ def test_equal_speeds_keep_all_bits(workers: int) -> None:
     assert 0 <= by_speed.bytes_sent_per_rank - equal.bytes_sent_per_rank <= 24 * looks * (workers - 1)
 
 
+@pytest.mark.usefixtures("uneven")
+@pytest.mark.parametrize("slices", [5, 8])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_slices_in_any_parts_have_the_bits_of_one_worker(workers: int, slices: int) -> None:
+    """Another order of additions has other bits in float32. One layer is used by some batches only."""
+    job = replace(features(), model=Sometimes, loss=nn.functional.mse_loss)
+    given: dict[str, Any] = {"global_batch_size": 16, "steps": 12, "threads": 1}
+    strategy = f"sync_sgd(route=invariant(slices={slices}))"
+    one = pt.simulate(job, strategy, 1, **given)
+    found = pt.simulate(job, strategy, workers, balance="speed", **given)
+    assert found.parameters_sha256 == one.parameters_sha256
+    assert pt.simulate(job, "sync_sgd()", 1, **given).parameters_sha256 != one.parameters_sha256
+
+
+class Sometimes(nn.Module):
+    """A second layer, with weight decay, that a batch uses if its first sample is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        out: torch.Tensor = self.first(x)
+        return (out + self.second(x) if x[0, 0] > 1 else out).double()
+
+
+def test_slices_follow_the_speeds(told: list[Shares], tmp_path: Path) -> None:
+    """16 slices on 3 workers, the last at half the speed: 7, 6 and 3 of them. The bits are one worker's."""
+    job, strategy = features(batch=32), "sync_sgd(route=invariant(slices=16))"
+    cluster = pt.cluster.ethernet(gbit_per_s=1e6, gflops=0.1, stragglers=pt.cluster.slow_host(2, 2.0))
+    given: dict[str, Any] = {"global_batch_size": 96, "steps": 32, "threads": 1}
+    found = pt.simulate(job, strategy, 3, cluster=cluster, balance="speed", out=tmp_path, **given)
+    one, equal = (pt.simulate(job, strategy, n, cluster=cluster, **given) for n in (1, 3))
+    assert found.parameters_sha256 == equal.parameters_sha256 == one.parameters_sha256
+    assert told[0] != told[-1] == (7, 6, 3)
+    assert found.seconds < 0.8 * equal.seconds, "the slow worker has 8 slices where each has its subtree"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["smallest_part"], row["largest_part"]) for row in rows if row["kind"] == "train"][-1] == (3, 7)
+
+
 def test_refusals() -> None:
     asked: list[tuple[dict[str, Any], str]] = [({"batched": True}, "PT1544"), ({"meta": True}, "PT1545")]
     for options, code in asked:
@@ -275,6 +319,8 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("sync_sgd()", 2, {}),
         ("sync_sgd()", 2, {"min_workers": 1}),
+        ("sync_sgd(route=invariant(slices=12))", 2, {}),
+        ("sync_sgd(route=invariant(slices=12))", 2, {"min_workers": 1}),
         ("one_f_one_b(2, 2)", 4, {}),
         ("shared_memory()", 2, {"accumulate": 2}),
     ],
@@ -282,7 +328,8 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_broken_off_between_two_looks(
     strategy: str, workers: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same bits as undisturbed, and plain torch's model."""
+    """The same bits as undisturbed, and plain torch's model; of slices the bits of one worker."""
+    sliced = "invariant" in strategy
     given: dict[str, Any] = {"global_batch_size": 24, "threads": 1, "balance": "speed", **options}
     whole = pt.run(features(), strategy, workers, steps=20, out=tmp_path / "whole", **given)
     out = tmp_path / "parts"
@@ -290,12 +337,13 @@ def test_a_job_broken_off_between_two_looks(
     found = pt.run(features(), strategy, workers, steps=20, out=out, resume=True, **given)
     assert found.parameters_sha256 == whole.parameters_sha256
     one: dict[str, Any] = {"global_batch_size": 24, "threads": 1, "out": tmp_path / "one", "checkpoint_every": 20}
-    equal = pt.simulate(features(), "sync_sgd()", 1, steps=20, **one)
+    equal = pt.simulate(features(), strategy if sliced else "sync_sgd()", 1, steps=20, **one)
     assert equal.samples == found.samples
+    assert not sliced or equal.parameters_sha256 == found.parameters_sha256
     check(pt.training.checkpoint_model(out), pt.training.checkpoint_model(tmp_path / "one"))
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     parts = [(row["smallest_part"], row["largest_part"]) for row in rows if row["kind"] == "train"]
-    assert parts[-1] == (7, 17)  # 24 samples in the proportion 1 : 2.5
+    assert parts[-1] == ((3, 9) if sliced else (7, 17))  # 12 slices, or 24 samples, in the proportion 1 : 2.5
 
 
 @pytest.mark.process

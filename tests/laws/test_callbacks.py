@@ -204,6 +204,37 @@ def test_a_run_until_a_metric_stops_where_a_run_until_the_same_accuracy_does(str
         pt.simulate(measured, strategy, 2, threads=1, until="precision=0.9")
 
 
+@pytest.mark.parametrize("run", [pt.run, pt.simulate])
+@pytest.mark.parametrize("strategy", ["sync_sgd", "ssp"])
+@pytest.mark.parametrize(
+    "callback", ["early_stop(metric=acuracy)", "keep(metric=acuracy)", "median_stop(metric=acuracy)"]
+)
+def test_a_metric_that_no_score_has_is_refused_before_the_run(
+    run: Any, strategy: str, callback: str, tmp_path: Path
+) -> None:
+    if (strategy, callback.partition("(")[0]) == ("ssp", "keep"):
+        return  # PT2302
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"metric='acuracy'.*: scores of job digits have accuracy, loss; give one"):
+        run("digits", strategy, 2, epochs=1, callbacks=callback, out=out, threads=1)
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_callbacks_may_read_further_test_sets_and_need_one() -> None:
+    digits = pt.jobs.find("digits")
+    several = replace(digits, data=lambda path: (made := digits.data(path))._replace(more={"again": made.test}))
+    asked: dict[str, Any] = {"until": {"again/accuracy": 0.1}, "callbacks": "early_stop('again/loss')"}
+    assert pt.simulate(several, "sync_sgd", 2, epochs=1, threads=1, **asked).reached
+    with pytest.raises(ValueError, match="have accuracy, loss, again/accuracy, again/loss; give one"):
+        pt.simulate(several, "sync_sgd", 2, epochs=1, threads=1, callbacks="early_stop('other/loss')")
+    unmeasured = replace(digits, correct=None)
+    with pytest.raises(ValueError, match=r"early_stop.* needs a job with an accuracy, and job digits has none"):
+        pt.simulate(unmeasured, "sync_sgd", 2, epochs=1, threads=1, callbacks="early_stop(accuracy)")
+    unseen = replace(digits, data=lambda path: digits.data(path)._replace(test=None))
+    with pytest.raises(ValueError, match=r"early_stop.* needs a test set, and job digits has none"):
+        pt.simulate(unseen, "sync_sgd", 2, epochs=1, threads=1, callbacks="early_stop()")
+
+
 class Broken(pt.callbacks.Callback):
     """Raises at the first evaluation."""
 

@@ -24,6 +24,7 @@ from polytempo.compression import feedback, int8, one_bit, qsgd
 from polytempo.core import Codec, EncodeContext, Strategy
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.federated.clients import Cohorts
+from polytempo.training.federated.client_movements import fair_weights
 
 
 def plain_kept(
@@ -93,12 +94,32 @@ def test_q_fed_avg_is_its_plain_loop() -> None:
         losses = [nn.functional.cross_entropy(net(inputs[part]), labels[part]).item() for part in chosen]
         norms = [sum(float(m.square().sum()) for m in each) for each in movements]
         weights = [n * loss**q for n, loss in zip(sizes, losses, strict=True)]
-        bottom = sum(w * (1 + LR * q / loss * norm) for w, loss, norm in zip(weights, losses, norms, strict=True))
+        bottom = sum(w * (1 + q / loss * norm / LR) for w, loss, norm in zip(weights, losses, norms, strict=True))
         for i, value in enumerate(theta):
             value -= sum((w / bottom * each[i] for w, each in zip(weights, movements, strict=True)), 0 * value)
         number += 1
 
     close(trained(fed.q_fed_avg(3, q, 2, 4), 3), plain(3, 3, 2, 4, update))
+
+
+def test_q_fed_avg_divides_each_parameters_movement_by_its_own_rate() -> None:
+    """pₖ = 1/2, Fₖ = 2, q = 3: pₖ Fₖ^q = 4, and pₖ q Fₖ^(q-1) = 6."""
+    movement = [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([7.0])]
+    assert fair_weights(0.5, 2.0, movement, 3.0, [0.5, 0.25, 0.0]) == (4.0, 4.0 + 6 * (5 / 0.5 + 9 / 0.25))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_at_a_rate_of_0_has_no_part_in_q_fed_avg(order: int) -> None:
+    """The bits of an optimizer of the other group alone."""
+
+    def two(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        every = list(parameters)
+        groups = [{"params": every[:2], "lr": 0.0}, {"params": every[2:], "lr": lr}]
+        return torch.optim.SGD(groups[::order], lr=lr)
+
+    strategy = fed.q_fed_avg(3, 1.0, 2, 4)
+    alone = job(optimizer=lambda parameters, lr: torch.optim.SGD(list(parameters)[2:], lr=lr))
+    assert all(map(torch.equal, trained(strategy, 3, job=job(optimizer=two)), trained(strategy, 3, job=alone)))
 
 
 def test_a_robust_merge_is_its_plain_loop() -> None:
@@ -313,3 +334,75 @@ def test_refusals_of_strategies_around_rounds() -> None:
     for wrong, told in ((fed.fed_rep(3, head="9"), "no module"), (fed.fed_bn(3), "normalisation")):
         with pytest.raises(ValueError, match=told):
             trained(wrong, 1)
+
+
+def test_a_round_at_a_rate_of_0_changes_nothing() -> None:
+    """Control variates, too, although (θ - θₖ) / (τₖ ηₖ) is 0 / 0 there."""
+    paused = job(schedule=lambda optimizer, steps: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: s != 1))
+    for strategy in (fed.scaffold(CLIENTS, 2, None), fed.q_fed_avg(CLIENTS, 1.0, 2, None)):
+        close(trained(strategy, 4, job=paused), trained(strategy, 3))
+
+
+@pytest.mark.parametrize("strategy", [fed.scaffold(3, 2, 4), fed.q_fed_avg(3, 1.0, 2, 4)], ids=str)
+def test_an_optimizer_of_a_part_of_the_model_leaves_the_rest_as_it_is(strategy: Strategy) -> None:
+    last = job(optimizer=lambda parameters, lr: torch.optim.SGD(list(parameters)[2:], lr=lr))
+    begun, found = [each.detach() for each in first().parameters()], trained(strategy, 3, job=last)
+    assert all(map(torch.equal, begun[:2], found[:2]))
+    assert not any(map(torch.equal, begun[2:], found[2:]))
+
+
+def test_rates_by_scores_closures_and_buffers_of_batches_are_refused() -> None:
+    """Clients could honour none of them."""
+
+    def spectral() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 3)).double()
+
+    with pytest.raises(Incompatible, match=r"PT2535.*_u changes"):
+        trained(fed.fed_avg(3), 1, job=job(model=spectral))
+    searches = job(optimizer=lambda parameters, lr: torch.optim.LBFGS(parameters, lr=lr))
+    with pytest.raises(Incompatible, match="PT2536"):
+        trained(fed.fed_avg(3), 1, job=searches)
+    scores = job(schedule=lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(Incompatible, match="PT1554"):
+        trained(fed.fed_avg(3), 2, job=scores)
+
+
+class Table(nn.Module):
+    """Multiplies by a buffer, written in each forward pass: with ones, and from pass `changes` on with other values."""
+
+    table: Tensor
+
+    def __init__(self, changes: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.changes, self.passes = changes, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.table.copy_(torch.full((4,), 1.0 if self.passes < self.changes else 2.0))
+        self.passes += self.training
+        return inputs * self.table
+
+
+def test_a_buffer_may_be_written_with_its_own_values() -> None:
+    """Such as a table of rotations."""
+
+    def made(changes: float) -> pt.Job:
+        return job(model=lambda: nn.Sequential(Table(changes), *model()).double())
+
+    strategy = fed.fed_avg(3, 2, 4)
+    assert all(map(torch.equal, trained(strategy, 2, job=made(np.inf)), trained(strategy, 2)))
+    with pytest.raises(Incompatible, match=r"PT2535.*table changes"):
+        trained(strategy, 2, job=made(3))
+
+
+def test_a_buffer_that_changes_is_refused_after_the_first_step() -> None:
+    losses = list[Tensor]()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(output)
+        return nn.functional.cross_entropy(output, target)
+
+    changing = job(model=lambda: nn.Sequential(Table(0), *model()).double(), loss=loss)
+    with pytest.raises(Incompatible, match="PT2535"):
+        trained(fed.fed_avg(3, 2, 4), 1, job=changing)
+    assert len(losses) == 1

@@ -18,6 +18,7 @@ from polytempo import compression as c
 from polytempo import strategies as s
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Bundle, Late, Op, Port, Strategy, Task, identity, is_idle, world_port
+from polytempo.core.bundle import Observed
 from polytempo.core.op import Pull, Push, Start, Work
 from polytempo.core.state import ProvisionalState, settled
 from polytempo.spec.explanation import Explanation, explain
@@ -52,8 +53,10 @@ every_row = pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}: 
 
 
 def values(rank: int, *, meta: bool) -> Bundle:
-    """Each rank's own; on the meta device wires are as long as they may be."""
-    return Bundle({name: tensor.to("meta") if meta else tensor.clone() for name, tensor in drawn(rank).items()})
+    """Each rank's own, after a step at a rate; on the meta device wires are as long as they may be."""
+    given = Bundle({name: tensor.to("meta") if meta else tensor.clone() for name, tensor in drawn(rank).items()})
+    given.observed = Observed(rate=0.1)
+    return given
 
 
 @cache

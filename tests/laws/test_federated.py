@@ -342,6 +342,7 @@ def test_samples_that_are_collated() -> None:
         ("PT2505", "fed_avg", {"clip_norm": 1.0}),
         ("PT2506", "fed_avg", {"batch_growth": {1: 2}}),
         ("PT2507", "fed_avg", {"precision": "bf16"}),
+        ("PT2542", "fed_avg", {"precision": "autocast"}),
         ("PT2508", "fed_avg", {"min_workers": 1}),
         ("PT1540", "fed_avg", {"balance": "speed"}),
         ("PT2510", "scaffold", {"job": job(optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9))}),
@@ -359,6 +360,7 @@ def test_refusals(code: str, strategy: str, more: dict[str, Any]) -> None:
     [
         ("fed_avg(cohort=3)", None, "trains clients that have data of their own"),
         ("fed_avg(cohort=7)", "iid(6)", "a round of 7 clients needs that many, and there are 6"),
+        ("fed_avg(cohort=1)", "iid(6)", "1 of 2 workers would play none; use workers=1 or fewer"),
         ("fed_avg(cohort=3)", "iid(61)", "60 samples cannot be dealt to 61 clients"),
         ("fed_avg(cohort=3)", "shards(31, per_client=2)", "60 samples are fewer than the pieces"),
         ("fed_avg(cohort=3)", "pieces(3)", "partition of clients"),

@@ -13,7 +13,7 @@ from polytempo import strategies as s
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives.islands import islands_of
 from polytempo.core import Bundle, Port, Strategy
-from polytempo.core.state import residual_tensors
+from polytempo.core.state import anchors, residual_tensors
 from polytempo.worlds import VirtualWorld
 
 STEPS, SIZE = 7, 3000
@@ -97,6 +97,27 @@ def test_every_worker_has_the_outer_state_and_a_residual_is_held_back_once() -> 
     anchors = [state[1].inner.inner.anchor.flat for state in states]
     assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
     assert [len(list(residual_tensors(state[1]))) for state in states] == [1, 0, 1, 0]
+
+
+def test_a_meeting_leaves_the_former_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic run may undo it. Processes receive a broadcast in the memory that they give away for it."""
+    broadcast = Port.broadcast
+
+    async def in_place(port: Port, buffer: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return buffer.copy_(await broadcast(port, buffer.clone(), source))
+
+    monkeypatch.setattr(Port, "broadcast", in_place)
+    parameters = s.islands(TREE, s.diloco(period=1), number=2).parameters
+
+    async def program(port: Port) -> None:
+        theta = Bundle({"w": torch.ones(SIZE, dtype=torch.float64)})
+        state = parameters.init(theta)
+        anchor = next(anchors(state))
+        _, after = await parameters.apply(port, Bundle({"w": theta.flat * (port.rank + 2)}), state)
+        assert torch.equal(anchor.flat, theta.flat)
+        assert not torch.equal(next(anchors(after)).flat, theta.flat)
+
+    VirtualWorld(Cluster(Link(0.0, 1e12)), 4).run(program)
 
 
 def test_islands_have_consecutive_workers_and_sizes_that_differ_by_one_at_most() -> None:

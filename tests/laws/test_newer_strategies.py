@@ -14,7 +14,7 @@ from polytempo import strategies as s
 from polytempo.aggregation import orthogonal_momentum, random_pairs, senders_mean
 from polytempo.aggregation.directions import orthogonalised
 from polytempo.aggregation.rare_variance import coded_between
-from polytempo.compression import chunk_top_k, feedback, top_k
+from polytempo.compression import bins, chunk_top_k, feedback, top_k
 from polytempo.core import Bundle, Port, Strategy
 from polytempo.core.cost import ever_rarer
 from polytempo.core.state import settled
@@ -143,9 +143,9 @@ def test_a_mean_over_senders_counts_those_who_sent() -> None:
     assert senders_mean(buffers).tolist() == [3.0, 6.0, 0.0]
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.9])
-def test_feedback_conserves_up_to_its_decay(decay: float) -> None:
-    codec, random = feedback(chunk_top_k(0.1), decay), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(("decay", "part"), [(1.0, 1.0), (0.9, 1.0), (1.0, 0.2), (0.9, 0.3)])
+def test_feedback_conserves_up_to_its_decay(decay: float, part: float) -> None:
+    codec, random = feedback(chunk_top_k(0.1), decay, part), torch.Generator().manual_seed(0)
     sent = given = torch.zeros(300, dtype=torch.float64)
     state = codec.init(sent)
     for _ in range(30):
@@ -153,6 +153,18 @@ def test_feedback_conserves_up_to_its_decay(decay: float) -> None:
         wire, state = codec.encode(x, state)
         sent, given = decay * sent + codec.decode(wire, x), decay * given + x
     torch.testing.assert_close(sent + state.memory.residual, given, rtol=0, atol=1e-12)
+
+
+def test_a_part_of_the_residual_is_a_moving_average_of_errors() -> None:
+    """LoCo's e with μ = 0.8, written out."""
+    inner, codec = bins(4), feedback(bins(4), part=0.2)
+    random, state, e = torch.Generator().manual_seed(0), None, torch.zeros(300, dtype=torch.float64)
+    for _ in range(30):
+        x = torch.randn(300, generator=random, dtype=torch.float64)
+        wire, state = codec.encode(x, state)
+        sent = inner.decode(inner.encode(x + e)[0], x)
+        e = 0.8 * e + 0.2 * (x + e - sent)
+        torch.testing.assert_close(codec.decode(wire, x), sent, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "sent"), [((4099,), 65), ((64, 64), 64), ((61, 67), 64), ((7,), 1)])

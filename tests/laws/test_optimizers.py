@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laws.catalogue import HELPED, ROWS, Row, label
-from laws.definitions import Streams, streaming_arguments
+from laws.definitions import OuterStep, Streams, adam_steps, nesterov_steps, schedule_free_steps, streaming_arguments
 from laws.optimizers import (
     CLUSTER,
     LR,
@@ -62,14 +62,20 @@ def acco(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return weights.ends()
 
 
+OUTER: dict[str, tuple[int, Callable[[], OuterStep]]] = {
+    "outer_adam": (3, adam_steps),
+    "outer_schedule_free": (2, schedule_free_steps),
+}
+"""The period and the outer steps of rows, by their `alone`."""
+
+
 def diloco(row: Row, optimized: Optimized, workers: int) -> Tensor:
-    """Every five steps the outer optimizer moves on by lr (Δ + μv), v = μv + Δ; the inner one keeps its state."""
-    anchor, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    """Every few steps the outer optimizer moves the anchor, and the inner one keeps its state."""
+    period, steps = OUTER.get(str(row.alone), (5, lambda: nesterov_steps(0.7, 0.5)))
+    anchor, outer_step = torch.ones(2, dtype=torch.float64), steps()
     for step, weights in enumerate(stepped(optimized, [PLAIN] * STEPS), start=1):
-        if step % 5 == 0:
-            moved = anchor - weights.ends()
-            velocity = 0.5 * velocity + moved
-            anchor = anchor - 0.7 * (moved + 0.5 * velocity)
+        if step % period == 0:
+            anchor = anchor - outer_step(anchor - weights.ends(), step // period)
             nn.utils.vector_to_parameters(anchor.clone(), weights.parameters())
     return weights.ends()
 

@@ -17,6 +17,7 @@ from laws.catalogue import HELPED, ROWS, SERVED, Row, label
 from laws.combination_runs import points
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.data.plan import permutation
+from polytempo.spec.rates.plateau import Plateau
 from some_cases import some_of
 
 SAMPLES, BATCH, EPOCHS, LR = 40, 8, 8, 0.4
@@ -148,13 +149,47 @@ def test_processes_broken_off_and_resumed(strategy: str, steps: int, options: di
     assert found.loss == pytest.approx(simulated(strategy, 2, **whole).loss, rel=1e-12)
 
 
+@pytest.mark.parametrize("tensor", [False, True])
+def test_another_plateau_goes_on_at_the_present_rate(tensor: bool, tmp_path: Path) -> None:
+    """Also where the rate is a tensor, which schedules write in place."""
+
+    def optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        rate = torch.tensor(lr, dtype=torch.float64) if tensor else lr
+        return torch.optim.SGD(parameters, lr=rate)
+
+    falls, still = "plateau(factor=0.5, patience=0, threshold=0.99)", "plateau(factor=0.5, patience=1000)"
+    job = replace(JOB, optimizer=optimizer, schedule=falls)
+    pt.Trainer(job, "sync_sgd()", epochs=4, batch_size=8, out=tmp_path).fit()
+    trainer = pt.Trainer(replace(job, schedule=still), "sync_sgd()", epochs=5, batch_size=8, out=tmp_path, resume=True)
+    trainer.fit()
+    assert [float(group["lr"]) for group in trainer.context.holding.replica.optimizer.param_groups] == [LR / 8]
+
+
+def test_a_rate_that_is_a_tensor_is_no_tensor_of_the_schedule() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model().parameters(), lr=rate)
+    schedule = Plateau.of(ReduceLROnPlateau(optimizer))
+    [group] = optimizer.param_groups
+    schedule.set_rates()
+    group["lr"].fill_(0.25)
+    assert schedule.get_last_lr() == [0.5]
+    kept = group["lr"]
+    schedule.hold([0.125])
+    assert kept is group["lr"]
+    assert kept == 0.125
+
+
 @pytest.mark.parametrize(
     ("strategy", "job", "words"),
     [
         ("async_sgd()", JOB, "PT1551"),
         ("hogwild(update='atomic')", JOB, "PT1552"),
         ("sync_sgd()", replace(JOB, data=lambda folder: pt.Data(points(40, 0, torch.float64))), "PT1553"),
-        ("sync_sgd()", replace(JOB, schedule="plateau(metric=accuracy)"), "scores of job job have loss; give one"),
+        (
+            "sync_sgd()",
+            replace(JOB, schedule="plateau(metric=accuracy)"),
+            "needs a job with an accuracy, and job job has none",
+        ),
         ("sync_sgd()", replace(JOB, schedule="plateau(patients=3)"), "unexpected keyword argument 'patients'"),
         ("sync_sgd()", replace(JOB, schedule="plato(patience=3)"), "there is no plato; try plateau"),
         ("sync_sgd()", replace(JOB, schedule="nowhere_here:warm_up"), "there is no module nowhere_here"),

@@ -219,6 +219,7 @@ def test_epsilon_of_clients_is_of_the_one_that_trained_most(monkeypatch: pytest.
         ("PT2525", lambda: trained(noiseless(), 1, job=job(weight=lambda batch: 1.0))),
         ("PT2526", lambda: trained(noiseless(), 1, batch_growth={1: 2})),
         ("PT2527", lambda: trained(noiseless(), 1, precision="bf16")),
+        ("PT2543", lambda: trained(noiseless(), 1, precision="autocast")),
         ("PT2528", lambda: pt.run(job(), noiseless(), workers=2, noise_scale=1, steps=1)),
         ("PT2529", lambda: pt.run(job(), noiseless(), workers=2, min_workers=1, steps=1)),
         ("PT2530", lambda: pt.run(job(), pt.then(pt.strategies.sync_sgd(), 1, noiseless()), workers=1, steps=1)),

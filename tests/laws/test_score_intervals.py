@@ -100,7 +100,7 @@ def test_a_goal_is_looked_at_within_an_epoch() -> None:
     ids=str,
 )
 def test_processes(strategy: str, options: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    """A run that is broken off within an epoch and resumed has the scores of one that was not."""
+    """A run that is broken off within an epoch and resumed has the scores of an undisturbed run."""
     given = {"threads": 1, "eval_every": 3, "out": tmp_path, "epochs": 2, **options}
     pt.run(JOB, strategy, 2, steps=7, **given)
     found = pt.run(JOB, strategy, 2, resume=True, **given)

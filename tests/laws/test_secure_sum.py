@@ -14,10 +14,12 @@ import pytest
 from polytempo import federated as fed
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.federated.secure_sum import (
+    _FIELD,
     FixedPoint,
     Primitives,
     SecureClient,
     joined,
+    lagrange_factors,
     secure_bytes,
     secure_sum,
     split,
@@ -25,6 +27,8 @@ from polytempo.federated.secure_sum import (
 )
 
 _PRIME = 2**255 - 19
+secure_module = sys.modules["polytempo.federated.secure_sum"]
+"""The package's name of it is the function."""
 
 
 def _seal(key: bytes, nonce: bytes, message: bytes) -> bytes:
@@ -134,6 +138,14 @@ def test_any_threshold_of_shares_give_the_secret_and_fewer_do_not() -> None:
         for some in ((0, 1, 2), (5, 3, 1), (0, 1, 2, 3, 4, 5)):
             assert joined({u: shares[u] for u in some}, 3) == secret
         assert joined({u: shares[u] for u in (0, 1)}, 2) != secret
+
+
+def test_the_holders_factors_are_computed_once_for_all_secrets_of_a_sum() -> None:
+    before = secure_module._known_factors.cache_info().misses
+    summed(vectors(24), leave=dict.fromkeys((2, 7, 11, 13, 17, 23), 2))
+    assert secure_module._known_factors.cache_info().misses <= before + 1
+    factors = lagrange_factors((3, 0, 5))
+    assert sum(f * (7 + 4 * (x + 1) + 9 * (x + 1) ** 2) for f, x in zip(factors, (3, 0, 5), strict=True)) % _FIELD == 7
 
 
 def _after_shares(change: Callable[[bytes], bytes] = bytes) -> SecureClient:

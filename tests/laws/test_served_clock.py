@@ -17,6 +17,7 @@ from laws.clock import (
     dealt,
     downpour_alone,
     easgd_alone,
+    halos_alone,
     inverse,
     repeated,
     simulated,
@@ -101,6 +102,9 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
             lr, momentum = (0.9, 0.3) if "outer_lr=0.9" in str(strategy) else (0.7, 0.0)
             late, delay = (2 if f"{each}=2" in str(strategy) else 0 for each in ("momentum_every", "delay"))
             expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches, late or 1, delay)
+        elif row.alone == "halos":
+            delay = 2 if "delay=2" in str(strategy) else 0
+            expected = halos_alone(row.pushes_every, str(strategy), setting, batches, delay)
         elif row.alone == "easgd":
             expected = easgd_alone(row.pushes_every, 0.9, setting, batches)
         else:

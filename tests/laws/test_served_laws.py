@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laws.catalogue import ONE_WORKER, SERVED, Row, label
-from laws.definitions import async_diloco, downpour, easgd, stepped
+from laws.definitions import async_diloco, downpour, easgd, halos, stepped
 from laws.harness import Setting, flat, model
 from laws.served import NUM_BATCHES, Runner, batches_of, data_of, loss, served, serviced
 from polytempo import strategies
@@ -33,6 +33,8 @@ def test_one_worker_equals_its_definition_bitwise(row: Row, optimizer: str, serv
         expected = downpour(batches, row.pushes_every, setting)
     elif row.alone == "async_diloco":
         expected = async_diloco(batches, row.pushes_every, label(row), setting)
+    elif row.alone == "halos":
+        expected = halos(batches, row.pushes_every, label(row), setting)
     else:
         expected = easgd(batches, row.pushes_every, 0.9, setting)
     assert torch.equal(served(row.make(), 1, 13, setting).weights, expected)

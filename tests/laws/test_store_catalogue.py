@@ -61,7 +61,7 @@ class Counting(MemoryObjects):
 def test_a_round_costs_what_is_said_to_the_byte(make: Callable[[], Strategy]) -> None:
     strategy = str(make())
     parameters = Bundle({name: p.detach() for name, p in net_of(0).named_parameters()})
-    cost = round_cost(meetings(make()).transform, parameters, WORKERS)
+    cost = round_cost(meetings(make()).meeting, parameters, WORKERS)
     crew = Crew(WORKERS)
     crew.objects = objects = Counting()
     requests: list[StoreRequests] = []
@@ -85,6 +85,6 @@ def test_a_round_costs_what_is_said_to_the_byte(make: Callable[[], Strategy]) ->
 def test_the_time_of_a_round_is_of_the_requests_that_follow_each_other() -> None:
     """Meeting of 4: 9 requests. A sum of 400 bytes: part, look, 4 parts, sum, decision, look, sum: 10 requests."""
     parameters = Bundle({"w": torch.zeros(100)})
-    cost = round_cost(meetings(pt.strategies.local_sgd(period=8)).transform, parameters, 4)
+    cost = round_cost(meetings(pt.strategies.local_sgd(period=8)).meeting, parameters, 4)
     assert (cost.puts, cost.after_one_another, cost.bytes_after_one_another) == (15, 19, 400 + 1600 + 400 + 400)
     assert cost.seconds(100.0, 0.5) == 28.0 + 19.0

@@ -353,7 +353,7 @@ def test_faults_of_the_store_lose_no_sample() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "code"),
-    [("async_diloco(period=4, codec=int8)", "PT2901"), ("downpour", "PT2901"), ("async_sgd", "PT2901")],
+    [("async_diloco(period=4, pull_codec=int8)", "PT2914"), ("downpour", "PT2901"), ("async_sgd", "PT2901")],
 )
 def test_other_servers_are_refused(strategy: str, code: str) -> None:
     crew = Crew(1)
@@ -375,6 +375,34 @@ def test_running_statistics_are_refused_unless_they_are_left() -> None:
     assert isinstance(error, pt.errors.Incompatible), error
     assert error.code == "PT2913"
     assert left is None
+
+
+@pytest.mark.parametrize("steps", [0, 6], ids=["before the first step", "within a period"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["its own again", "others"])
+def test_parameters_that_a_loop_loads_do_not_undo_other_workers_steps(steps: int, keeps: bool) -> None:
+    """The worker's own parameters again change nothing; others are refused by the next step."""
+
+    def work(world: StoreWorld) -> None:
+        net = net_of(0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, ASYNC, world=world)
+        for step in range(steps + 1):
+            if step == steps:
+                own = {name: value.clone() for name, value in net.state_dict().items()}
+                net.load_state_dict(net_of(1).state_dict())
+                if keeps:
+                    net.load_state_dict(own)
+            net(DATA[:4][0]).sum().backward()
+            optimizer.step()
+
+    crew = Crew(1)
+    crew.add(0, work)
+    (error,) = crew.run()
+    if keeps:
+        assert error is None
+    else:
+        assert isinstance(error, pt.errors.Incompatible), error
+        assert error.code == "PT2915"
 
 
 def test_another_strategy_is_named() -> None:

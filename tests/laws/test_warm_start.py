@@ -84,7 +84,7 @@ def simulated(job: pt.Job, strategy: Strategy, **options: Any) -> Result:
 
 @pytest.mark.parametrize("row", FIRST.values(), ids=list(FIRST))
 def test_every_strategy_is_a_start_and_takes_one(row: Row, tmp_path: Path) -> None:
-    """To the bit, it is the run of a job whose model() has loaded the first run's model."""
+    """The bits are those of a job with a model() that has loaded the first run's model."""
     strategy = s.hybrid("0") if row.name == "hybrid" else row.make()  # one that divides a layer
     job = job_of(strategy)
     simulated(job, s.sync_sgd(), out=tmp_path / "first", checkpoint_every=STEPS)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
+from laws.catalogue import ROWS, Row
 from laws.test_batch_weights import BATCH, JOB, PAIRS, STEPS, check, halving, mean_of_tokens, padded, simulated
 from polytempo import strategies as s
 from polytempo.core.calls.refusals import Incompatible
@@ -57,6 +58,12 @@ def test_tokens_clipping_schedule_and_layout(
     strategy: Any, workers: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     check(simulated(PAIRS, strategy, workers, tmp_path, clip_norm=BOUND, **options), clipped())
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.joined], ids=lambda row: str(row.make()))
+def test_every_strategy_that_averages_clips_the_mean_per_token(row: Row, accumulate: int, tmp_path: Path) -> None:
+    check(simulated(JOB, row.make(), 3, tmp_path, accumulate=accumulate, clip_norm=BOUND), clipped())
 
 
 @pytest.mark.parametrize("weigh", [False, True])
@@ -106,7 +113,6 @@ def test_sparse_gradients_are_clipped_by_the_same_norm(workers: int, tmp_path: P
         ("pipedream(2)", {"clip_norm": 0.4}, "PT1535"),
         ("backup_workers(backups=0)", {"clip_norm": 0.4}, "PT1538"),
         ("backup_workers(backups=0)", {"balance": "speed"}, "PT1539"),
-        ("sync_sgd(route=invariant(slices=6))", {"balance": "speed"}, "PT1540"),
         ("local_sgd(period=2)", {"balance": "speed", "accumulate": 2}, "PT1542"),
     ],
 )

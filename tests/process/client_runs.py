@@ -59,8 +59,14 @@ class Running:
         return found
 
     def texts(self, name: str = "clients") -> list[str]:
-        rows = [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
-        return [row["text"] for row in rows if row["kind"] == "text" and row["name"] == name]
+        return [row["text"] for row in self._rows() if row["kind"] == "text" and row["name"] == name]
+
+    def values(self, name: str) -> list[float]:
+        """Numbers of that name in the run's stream."""
+        return [row["values"][name] for row in self._rows() if name in row.get("values", {})]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 def alone(client: int, rounds: int, strategy: Strategy | None = None, **more: Any) -> str:

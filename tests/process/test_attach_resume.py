@@ -95,8 +95,45 @@ def test_a_state_of_another_strategy_is_refused() -> None:
     state = handle.state_dict()
     handle.detach()
     other = pt.attach(net, momentum(net), s.local_sgd(period=4))
-    with pytest.raises(ValueError, match=r"saved by local_sgd\(period=8.*but local_sgd\(period=4.*is attached"):
+    with pytest.raises(pt.errors.Incompatible, match=r"by local_sgd\(period=8.*but local_sgd\(period=4") as caught:
         other.load_state_dict(state)
+    assert caught.value.code == "PT1118"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state | {"version": 7, "polytempo": "9.1"}, r"version 7 of Polytempo 9\.1.*reads version"),
+        (lambda state: {"strategy": state["strategy"], "tensors": {}, "scalars": {"step": 3}}, "no version"),
+        (lambda state: {"model": {}, "handle": state}, r"no version \(model, handle\)"),
+        (lambda state: {}, r"no version \(nothing\)"),
+    ],
+    ids=["a later one", "one before versions", "a whole checkpoint", "nothing"],
+)
+def test_a_state_of_another_version_is_refused(change: Callable[[dict[str, Any]], dict[str, Any]], said: str) -> None:
+    net = small()
+    handle = pt.attach(net, momentum(net), s.diloco(period=8))
+    with pytest.raises(pt.errors.Incompatible, match=said) as caught:
+        handle.load_state_dict(change(handle.state_dict()))
+    assert caught.value.code == "PT1117"
+    handle.load_state_dict(handle.state_dict())
+
+
+def test_a_state_of_other_ranks_is_refused_where_there_is_something_in_it() -> None:
+    def work(world: ProcessWorld) -> Result:
+        for strategy, code in ((s.diloco(period=8), "PT1119"), (s.local_sgd(period=8), None)):
+            net = small()
+            handle = pt.attach(net, momentum(net), strategy)
+            state = handle.state_dict() | {"ranks": 3}
+            if code is None:
+                handle.load_state_dict(state)
+                continue
+            with pytest.raises(pt.errors.Incompatible, match=r"one of 3 ranks.*there are 2") as caught:
+                handle.load_state_dict(state)
+            assert caught.value.code == code
+        return None
+
+    together(2, work)
 
 
 def test_a_state_of_another_model_is_refused() -> None:

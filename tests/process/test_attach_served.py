@@ -8,6 +8,8 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def once(account: dict[str, Any], epochs: int = 1) -> bool:
     return (row["last_epoch"], row["once"], row["twice"], row["never"]) == (epochs - 1, SAMPLES, 0, 0)
 
 
-@pytest.mark.parametrize("strategy", [s.downpour(shards=2, replicas=1, lr=0.01)], ids=str)
+@pytest.mark.parametrize("strategy", [s.downpour(shards=2, replicas=1, lr=0.01), s.halos(3, 1, 2, 0.5)], ids=str)
 def test_two_ranks_use_each_sample_once_though_a_copy_dies(strategy: Strategy) -> None:
     def work(world: ProcessWorld) -> Result:
         def see(loop: Loop) -> None:
@@ -108,6 +110,21 @@ def test_two_ranks_use_each_sample_once_though_a_copy_dies(strategy: Strategy) -
     assert [event["how"] for event in account["events"] if "killed" in event["how"]] == (
         ["was killed by SIGKILL"] if strategy.server is not None and strategy.server.replicas else []
     )
+
+
+def test_a_loop_whose_regions_gave_nothing_says_so() -> None:
+    def work(world: ProcessWorld) -> Result:
+        loop = Loop(s.halos(3, 1, 1000, 0.5))
+        begun, said = flat(loop.net), StringIO()
+        loop.epoch()
+        with redirect_stderr(said):
+            loop.handle.detach()
+        return [begun == flat(loop.net), said.getvalue()]
+
+    (same, one), (again, other) = together(2, work)
+    assert same
+    assert again
+    assert (one + other).count("are the first ones, because no region has made enough pushes") == 1
 
 
 @pytest.mark.parametrize("strategy", [s.ssp(bound=1)], ids=str)

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from torch import Tensor
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.report.status.records import TestRow
 from polytempo.report.status.stream import stream
+from polytempo.spec.job_calls import data_of
 from polytempo.training.checkpoint.checkpoint_folders import complete_in
+from polytempo.training.job.evaluate import Evaluation, tensors_of
 
 SMALL: dict[str, Any] = {"threads": 1, "batch_size": 32}
 
@@ -85,6 +88,34 @@ def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     again = pt.run("digits", "sync_sgd", 2, steps=1, start_from=start, out=tmp_path / "next", **SMALL)
     assert again.started_from is not None
     assert again.started_from["step"] == best[0].step
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("local_sgd(period=4)", {"ema": 0.9}), ("gpipe(stages=2, micro_batches=2)", {})],
+    ids=["the average that was scored", "stages put together"],
+)
+def test_the_best_models_and_each_fourth_one_are_exported(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also by a run in two parts: before the second one a kill has left out a file."""
+    text, given = (
+        "export(best=2, every=4, metric=accuracy, to='models/{step}-{accuracy:.4f}.safetensors')",
+        SMALL | options,
+    )
+    pt.run("digits", strategy, 2, epochs=4, out=tmp_path, callbacks=text, **given)
+    max((tmp_path / "models").iterdir(), key=lambda path: int(path.name.partition("-")[0])).unlink()
+    pt.run("digits", strategy, 2, epochs=7, out=tmp_path, callbacks=text, resume=True, **given)
+    rows = [*{record.step: record for record in stream(tmp_path) if isinstance(record, TestRow)}.values()]
+    wanted = sorted(rows, key=lambda row: (-(row.accuracy or 0.0), row.step))[:2] + rows[3::4]
+    files = {path.name: path for path in (tmp_path / "models").iterdir()}
+    assert set(files) == {f"{row.step}-{row.accuracy:.4f}.safetensors" for row in wanted}
+    job = pt.jobs.find("digits")
+    for row in wanted:
+        model = job.model()
+        model.load_state_dict(safetensors.torch.load_file(files[f"{row.step}-{row.accuracy:.4f}.safetensors"]))
+        scored = Evaluation(job, model, data_of(job, None)).score(tensors_of(model))
+        assert scored.accuracy == pytest.approx(row.accuracy)
 
 
 def test_elastic_workers_follow_the_request_of_the_first(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ A row has the bits of one process and the bytes that `explain` says, or is refus
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from laws.test_federated import CLIENTS, SEED, job, simulated
+from laws.test_federated_pairs import OPTIMIZERS
 from laws.test_secure_sum import TOY
 from polytempo import federated as fed
 from polytempo.aggregation import trimmed_mean
@@ -43,6 +43,15 @@ TABLE = [("", codes, row) for row in ROWS for codes in CODES]
 TABLE += [("fed_robust", codes, row) for row in ROWS for codes in CODES if not row.startswith(WEIGHED)]
 TABLE += [("secure", "plain", row) for row in ROWS if not row.startswith(UNSUMMED)]
 TABLE.append(("secure", "plain", "fed_coded(fed_avg(cohort=3), None, int8())"))
+ALL = [(*row, "sgd") for row in TABLE]
+ALL += [
+    ("", "up", "fed_yogi(cohort=3)", "momentum"),
+    ("fed_robust", "both", "fed_rep(cohort=3)", "adam"),
+    ("", "plain", "fed_buff(cohort=3, concurrency=2)", "one_cycle_betas"),
+    ("secure", "plain", "fed_prox(cohort=3)", "one_cycle_momentum"),
+    ("", "both", "fed_bn(cohort=3)", "scheduled_adagrad"),
+]
+"""Rows with local optimizers of `laws.test_federated_pairs`."""
 
 
 def wide() -> nn.Module:
@@ -77,15 +86,15 @@ def test_secure_sums_of_these_are_refused(row: str, tmp_path: Path) -> None:
         fed.serve(job(), made("secure", "plain", row), tmp_path / "keys", listen=ANY)
 
 
-@pytest.mark.parametrize(("around", "codes", "row"), TABLE)
+@pytest.mark.parametrize(("around", "codes", "row", "optimizer"), ALL)
 def test_a_row_has_the_bits_of_one_process_and_the_bytes_of_explain(
-    around: str, codes: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    around: str, codes: str, row: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noise_record, "drawn_secret", lambda: SEED)
     for module in (join, serve):
         monkeypatch.setattr(module, "primitives", lambda: TOY)
     strategy, model = made(around, codes, row), normed if row.startswith("fed_bn") else wide
-    of = job(model=model)
+    of = job(model=model, **OPTIMIZERS[optimizer])
     run = Running(tmp_path, strategy, of=of, steps=2, rules=fed.RoundRules(there=CLIENTS, fewest=3))
     for client in range(CLIENTS):
         run.join(client)
@@ -94,11 +103,7 @@ def test_a_row_has_the_bits_of_one_process_and_the_bytes_of_explain(
     if "fed_buff" in row:
         monkeypatch.setattr(Arrivals, "buffer", lambda own, number: arrived[number])
     assert found == simulated(strategy, 2, job=of)["hash"]
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    sent, received = (
-        [row["values"][f"clients/{way}_bytes"] for row in rows if f"clients/{way}_bytes" in row.get("values", {})]
-        for way in ("sent", "received")
-    )
+    sent, received = (run.values(f"clients/{way}_bytes") for way in ("sent", "received"))
     said = explain(strategy, 1, model()).round
     assert said is not None
     assert said.exact

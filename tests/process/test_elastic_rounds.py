@@ -86,10 +86,10 @@ def all_sorts(launcher: ElasticLauncher, room: list[int]) -> Iterator[None]:
         yield from trains_with(launcher, size)
 
 
-def told(story: Story, spec: RunSpec, hurry: Path) -> Any:
+def told(story: Story, spec: RunSpec, hurry: Path, workers: int = 3) -> Any:
     """An elastic run with `story`; it hurries to its end afterwards."""
     plot: list[Iterator[None]] = []
-    room = [3]
+    room = [workers]
 
     def watch(launcher: ElasticLauncher) -> None:
         if not plot:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import polytempo as pt
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Result, Role
@@ -155,22 +155,33 @@ def test_one_is_stopped_alone_and_then_all(setup: EngineSetup, tmp_path: Path) -
 # --- runs by an engine with JSON alone as transport
 
 
-def num_threads() -> int:
-    """The threads of this process: a leftover one would be in the way of later forks. torch's own are all there."""
-    torch.ones(1 << 20).add_(1)
-    return len(os.listdir("/proc/self/task"))
+def threads() -> set[int]:
+    """All threads of this process, those too that have not named themselves yet."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def threads_left(before: int) -> int:
-    """The number of threads more than `before`. The kernel lists a thread that has ended a moment longer."""
+def own_threads() -> dict[int, str]:
+    """This process's threads of Python, ZeroMQ, gloo and stores: one left would be in the way of later forks. torch's
+    pools come and go with its number of threads."""
+    found = {thread.native_id or 0: thread.name for thread in threading.enumerate()}
+    for task in threads():
+        with suppress(OSError):  # it has ended
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            if name.startswith(("ZMQ", "gloo", "pt_")):
+                found[task] = name
+    return found
+
+
+def threads_left(before: set[int]) -> list[str]:
+    """The threads that were not there before. The kernel lists a thread that has ended a moment longer."""
     until_s = time.monotonic() + LONG_S
-    while num_threads() > before and time.monotonic() < until_s:
+    while (left := own_threads().keys() - before) and time.monotonic() < until_s:
         os.sched_yield()
-    return num_threads() - before
+    return [own_threads().get(each, "it has ended now") for each in left]
 
 
 def test_a_collective_run_has_the_bits_of_the_forked_one() -> None:
-    before = num_threads()
+    before = threads()
     by_fork, by_name = (
         pt.run(DIGITS, pt.strategies.local_sgd(period=4), workers=2, steps=12, threads=1, engine=engine)
         for engine in (pt.engines.local(), pt.engines.subprocess())
@@ -178,12 +189,12 @@ def test_a_collective_run_has_the_bits_of_the_forked_one() -> None:
     assert by_name.parameters_sha256 == by_fork.parameters_sha256
     assert by_name.trace_hash == by_fork.trace_hash
     assert (by_name.loss, by_name.workers, by_name.steps) == (by_fork.loss, 2, 12)
-    assert threads_left(before) <= 0
+    assert threads_left(before) == []
 
 
 def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path: Path) -> None:
     """One worker gives one order; messages to the server go over encrypted TCP."""
-    before = num_threads()
+    before = threads()
     by_fork, by_name = (
         pt.run(DIGITS, pt.strategies.async_sgd(), workers=1, epochs=1, threads=1, out=out, engine=engine)
         for engine, out in [(pt.engines.local(), tmp_path / "fork"), (pt.engines.subprocess(), tmp_path / "name")]
@@ -201,7 +212,7 @@ def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path
         engine=pt.engines.subprocess(),
     )
     assert again.epochs == 2
-    assert threads_left(before) <= 0
+    assert threads_left(before) == []
 
 
 class Killing(Launcher):

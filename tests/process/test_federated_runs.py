@@ -10,6 +10,7 @@ import torch
 import polytempo as pt
 from laws import test_private_rounds
 from laws.test_federated import SEED, data, job, model, simulated
+from laws.test_federated_pairs import CUT, Row, given
 from polytempo import federated as fed
 from polytempo.federated.client_tests import spread
 
@@ -33,6 +34,24 @@ def test_a_run_that_goes_on_with_another_number_of_workers(strategy: pt.Strategy
     found = run(3, 6, resume=True)
     assert found.parameters_sha256 == simulated(strategy, 6)["hash"]
     assert (found.steps, found.epochs, found.samples) == (6, 6.0, 24)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("fed_yogi", "bulyan", "both", "one_cycle_betas"),
+        Row("fed_rep", "trimmed_mean", "down", "momentum"),
+        Row("fed_buff", "mean", "up", "adamw"),
+        Row("fed_bn", "secure", "down", "one_cycle_momentum"),
+    ],
+    ids=str,
+)
+def test_rows_of_a_merge_codes_and_a_local_optimizer(row: Row, tmp_path: Path) -> None:
+    """The rows' pairs are in `laws.test_federated_pairs`, as simulations."""
+    strategy, of = row.strategy(), row.job()
+    pt.run(of, strategy, 2, threads=1, out=tmp_path, **given(CUT))
+    found = pt.run(of, strategy, 3, threads=1, out=tmp_path, resume=True, **given())
+    assert found.parameters_sha256 == pt.simulate(of, strategy, 1, **given()).parameters_sha256
 
 
 @pytest.mark.usefixtures("accountant")

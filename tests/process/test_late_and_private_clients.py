@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        fed.fed_buff(2, 3, 1, 4, server_lr=0.8, oldest=2),
-        fed.fed_coded(fed.fed_buff(2, 2, 2, None, oldest=3), int8(), qsgd(levels=127)),
+        fed.fed_buff(2, 3, 1, 4, server_lr=0.8, oldest=4),
+        fed.fed_coded(fed.fed_buff(2, 2, 2, None, oldest=4), int8(), qsgd(levels=127)),
     ],
     ids=str,
 )
@@ -99,12 +100,15 @@ def test_a_movement_that_is_too_old_is_counted_and_left_out(tmp_path: Path, monk
     for client in range(CLIENTS):
         run.join(client)
     found, arrived = run.end(), arrivals(run)
-    [told] = run.texts()
-    assert re.fullmatch(r"round 2: client-\d sent a movement that is too old \(from round 0\)", told)
+    too_old = re.compile(r"round (\d): client-\d sent a movement that is too old \(from round (\d)\)")
+    told = [tuple(map(int, match.groups())) for text in run.texts() if (match := too_old.fullmatch(text))]
+    assert len(told) == len(run.texts())
+    assert (2, 0) in told
+    assert all(now - begun > 1 for now, begun in told)
     assert found.parameters_sha256 == of_one_process(strategy, arrived, monkeypatch)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     counted = [row["values"]["clients/too_old"] for row in rows if "clients/too_old" in row.get("values", {})]
-    assert counted == [0.0, 0.0, 1.0, 0.0]
+    assert counted == [float(sum(now == number for now, _ in told)) for number in range(4)]
 
 
 @pytest.mark.usefixtures("held")
@@ -184,6 +188,25 @@ def test_private_rounds_of_real_clients_have_the_bits_of_simulated_ones(
 
 
 @pytest.mark.usefixtures("accountant")
+def test_a_private_round_without_answers_moves_by_noise_and_has_the_loss_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draws of the secret, which is the run's seed here, have no client in round 1."""
+    monkeypatch.setattr(noise_record, "drawn_secret", lambda: SEED)
+    strategy = parse_strategy("private(fed_avg(cohort=1), clip=0.05, noise=0.7)")
+    run = Running(tmp_path, strategy, of=SLOWER, steps=2)
+    for client in range(CLIENTS):
+        run.join(client)
+    found = run.end()
+    assert run.values("clients/answered") == [1.0, 0.0]
+    losses = pt.training.history(tmp_path / "run").of("train").column("loss")
+    assert losses[1] == losses[0] > 0
+    one, both = (simulated(strategy, rounds, job=SLOWER)["hash"] for rounds in (1, 2))
+    assert found.parameters_sha256 == both != one
+    assert found.metrics["epsilon"] == pytest.approx(2 + 1 / 6 / 1000 + 0.7 / 1e6)
+
+
+@pytest.mark.usefixtures("accountant")
 @pytest.mark.parametrize(
     "text",
     [
@@ -242,8 +265,7 @@ def test_a_private_round_that_a_server_lost(
     strategy = parse_strategy("private(fed_avg(cohort=5), clip=0.05, noise=0.7)")
     dies(3)
     first = Running(tmp_path, strategy, of=SLOWER, steps=5, checkpoint_every=2)
-    for client in range(CLIENTS):
-        first.join(client)
+    joined = [first.join(client) for client in range(CLIENTS)]
     with pytest.raises(OSError, match="machine is gone"):
         first.result.result(LONG_S)
     dies(-1)
@@ -255,3 +277,6 @@ def test_a_private_round_that_a_server_lost(
     assert same is stay
     record = NoiseRecord(tmp_path / "run", CLIENTS, resume=True)
     assert record.releases(5) == Releases(CLIENTS, 5, () if stay else ((2, 1),))
+    if not stay:  # the client without a ticket waits for a server
+        monkeypatch.setattr(ChannelClient, "parted_s", property(lambda own: math.inf))
+    assert sum(each.exception(LONG_S) is not None for each in joined) == (not stay)

@@ -1,9 +1,14 @@
-"""The live page in headless Chromium: twenty stories as a person would do them, on a desk and on a phone."""
+"""The live page in headless Chromium: twenty stories as a person would do them, on a desk and on a phone.
+
+POLYTEMPO_SCREENSHOTS=folder keeps a picture of the page at the end of each.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +16,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from live_pages import DEADLINE_S, Served, serving, write_run
+from live_pages import DEADLINE_S, Served, serving, trace, write_run, write_tail
+from polytempo.core.system.files import TAILS
 
 pytestmark = pytest.mark.browser
 
@@ -29,8 +35,8 @@ HOSTILE = "<img src=x onerror=\"document.title='hostile'\"><script>document.titl
 def runs(tmp_path: Path) -> Path:
     """A folder of four runs: a running one, a failed one, a real one and its simulation."""
     root = tmp_path / "runs"
-    write_run(root / "digits-async", strategy="async_sgd()", state="running", served=True, number=2)
-    write_run(root / "digits-failed", strategy="gossip()", state="failed", why="out of memory on n2")
+    write_run(root / "digits-async", strategy="async_sgd()", state="running", served=True, number=2, lr="0.5")
+    write_run(root / "digits-failed", strategy="gossip()", state="failed", why="out of memory on n2", lr="0.01")
     write_run(root / "digits-sync", log="epoch 1\nloss is 2.3\nepoch 2\nloss is 0.4\n")
     write_run(root / "digits-simulated", world="virtual", workers=2, seed=3, number=1)
     return root
@@ -79,10 +85,17 @@ class Opened:
         return page
 
 
+def kept(page: Page, name: str) -> None:
+    """Keep a picture of the page, from its head to its foot, where one is wanted."""
+    if folder := os.environ.get("POLYTEMPO_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/live-{name}.png", full_page=True)
+
+
 @pytest.fixture
-def opened(browser: Browser, served: Served) -> Iterator[Opened]:
+def opened(browser: Browser, served: Served, request: pytest.FixtureRequest) -> Iterator[Opened]:
     view = Opened(browser, served)
     yield view
+    kept(view.page, request.node.name.removeprefix("test_"))
     view.page.context.close()
     assert view.complaints == []
     assert all(url.startswith(served.base) for url in view.requests)
@@ -133,6 +146,33 @@ def test_story_5_see_only_failed_runs_and_why(opened: Opened) -> None:
     opened.page.get_by_role("button", name="failed").click()
     assert names(opened.page) == ["digits-failed"]
     expect(opened.page.locator(".runs tbody")).to_contain_text("out of memory on n2")
+
+
+def test_a_run_is_found_by_its_tags_and_its_settings(opened: Opened, runs: Path) -> None:
+    page = opened.page
+    page.get_by_label("Select digits-sync").check()
+    page.get_by_label("Select digits-simulated").check()
+    page.get_by_role("button", name="Tag").click()
+    page.get_by_label("Tags, separated by commas").fill("paper, v2")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".runs .tag")).to_have_text(["paper", "v2"] * 2)
+    page.get_by_label("Filter runs").fill("tag:paper")
+    assert sorted(names(page)) == ["digits-simulated", "digits-sync"]
+    page.get_by_label("Select digits-simulated").uncheck()
+    page.get_by_role("button", name="Tag").click()
+    field = page.get_by_label("Tags, separated by commas")
+    expect(field).to_have_value("paper, v2")
+    field.fill("v2")
+    field.press("Enter")
+    expect(field).to_be_hidden()
+    expect(page.locator(".runs tbody tr")).to_have_count(1)
+    assert json.loads((runs / "digits-sync" / "tags.json").read_text()) == ["v2"]
+    page.get_by_label("Filter runs").fill("lr<0.2")
+    expect(page.locator(".runs tbody tr")).to_have_count(1)
+    assert names(page) == ["digits-failed"]
+    page.get_by_label("Filter runs").fill("")
+    page.get_by_label("Sort by").select_option("lr")
+    assert names(page)[:2] == ["digits-failed", "digits-async"]
 
 
 def test_story_6_a_new_run_appears_without_a_reload(opened: Opened, runs: Path) -> None:
@@ -222,7 +262,24 @@ def test_story_14_see_which_worker_waits_and_what_happened(opened: Opened) -> No
     events = page.get_by_label("Events")
     for text in ("was killed by SIGKILL; started again", "checkpoint at step 20", "worker-1 is 31 % slower", "group 2"):
         expect(events).to_contain_text(text)
+    expect(page.get_by_role("region", name="Timeline")).to_be_visible()
+
+
+def test_the_last_rows_stand_for_a_timeline_until_there_is_one(opened: Opened, runs: Path) -> None:
+    shutil.rmtree(runs / "digits-async" / TAILS)
+    page = opened.at_run("digits-async")
     expect(page.get_by_role("region", name="Last rows of each worker")).to_be_visible()
+    for rank in range(2):
+        write_tail(runs / "digits-async", rank, [event for event in trace(2) if event.rank == rank])
+    timeline = page.get_by_role("region", name="Timeline")
+    expect(timeline).to_be_visible()
+    expect(page.locator(".topology path")).to_have_count(2)
+    timeline.focus()
+    later = [each._replace(step=each.step + 8, start_s=each.start_s + 1, end_s=each.end_s + 1) for each in trace(2)]
+    for rank in range(2):
+        write_tail(runs / "digits-async", rank, [event for event in later if event.rank == rank])
+    expect(page.get_by_text("Steps 12 to 15")).to_be_visible()
+    expect(timeline).to_be_focused()
 
 
 def test_story_15_search_a_log(opened: Opened) -> None:
@@ -276,6 +333,7 @@ def test_story_19_a_phone_in_the_dark_and_a_wide_screen_show_all_without_scrolli
             page = view.at(address)
             assert page.evaluate("document.documentElement.dataset.mode") == scheme
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, address
+            kept(page, f"story_19-{width}-{scheme}-{re.sub(r'[^a-z]+', '-', address)}")
             if address == "#/run/digits-async":
                 page.wait_for_selector(".timeline .label")
                 assert page.evaluate(TOO_WIDE) == []

@@ -27,7 +27,7 @@ ENOUGH = 20_000
 
 
 class Asks(pt.callbacks.Callback):
-    """Asks after a step, and notes what it was called for."""
+    """Asks after a step, and notes its calls."""
 
     def __init__(self, step: int, **asked: bool) -> None:
         self.step, self.asked = step, pt.callbacks.Control(**asked)

@@ -68,6 +68,12 @@ def test_a_loop_that_ends_within_the_steps_leaves_them(tmp_path: Path) -> None:
     assert [each.first for each in read_profiles(tmp_path / "run")] == [6, 6]
 
 
+def test_a_run_that_ends_within_the_steps_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pt.run("digits", "sync_sgd()", 2, steps=12, out=tmp_path / "run", profile="10:20")
+    said = "note: profile=10:20 recorded 2 of 10 steps, because the run has made the steps 0 to 11"
+    assert said in capfd.readouterr().err
+
+
 def test_a_loop_without_a_folder_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="profile=1:2 needs a folder"):

@@ -17,7 +17,8 @@ from torch.optim import SGD
 import polytempo as pt
 from polytempo.aggregation import exponential_graph
 from polytempo.collectives import halving_doubling, native, ring, star, tree
-from polytempo.core import PeerLost, Strategy, TimedOut
+from polytempo.compression import int8, through
+from polytempo.core import Bundle, PeerLost, Port, Strategy, TimedOut
 from polytempo.core.port import barrier
 from polytempo.engines.join.init import init
 from polytempo.engines.local_engine import launch
@@ -62,6 +63,27 @@ def test_an_exchange_of_several_rounds_is_over_before_the_program_waits_for_it()
 
     total = (numbers(0) + numbers(1)).tolist()
     assert on_two_hosts(work) == [[True, 0, total, ["recv", "send"] * 2]] * 2
+
+
+def test_an_encoded_exchange_past_a_step_is_over_before_the_program_waits_for_it() -> None:
+    """Equal bits by messages and by two collectives."""
+
+    def work(world: ProcessWorld) -> Result:
+        over = threading.Event()
+        exchange = through(int8())
+        given = Bundle({"weight": torch.linspace(-1, 1 + world.rank, 3000)})
+
+        async def meet(port: Port) -> list[float]:
+            found, _ = await exchange.apply(port, given.copy(), exchange.init(given))
+            over.set()
+            assert found is not None
+            return found.flat.tolist()
+
+        strand = world.launch(meet(world.port.on_channel_of_series()))
+        went_on = over.wait(LIMIT_S)
+        return [went_on, strand.wait() == world.drive(meet(world.port))]
+
+    assert on_two_hosts(work) == [[True, True]] * 2
 
 
 def test_on_one_host_nothing_goes_on_alone() -> None:

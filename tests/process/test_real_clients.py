@@ -20,7 +20,9 @@ from polytempo.aggregation import median
 from polytempo.compression import qsgd, top_k
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import Incompatible
-from process.client_runs import ANY, LONG_S, Running, dies
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
+from polytempo.training.federated.client_states import ClientStates
+from process.client_runs import ANY, LONG_S, Running, arrivals, dies
 
 pytestmark = pytest.mark.process
 __all__ = ["dies"]
@@ -102,6 +104,25 @@ def test_a_server_that_died_goes_on_and_its_clients_come_back(strategy: Strategy
     again = Running(tmp_path, strategy, steps=4, resume=True, listen=first.address)
     assert again.end().parameters_sha256 == simulated(strategy, 4)["hash"]
     assert {each.result(LONG_S).rounds for each in clients} == {4}
+    drawn = [{each.client for each in buffer} for buffer in arrivals(again)]
+    so_far = [len(set().union(*drawn[: number + 1])) for number in range(4)]
+    assert again.values("clients/took_part") == so_far
+    assert so_far[0] < so_far[-1]
+
+
+def test_a_server_of_another_run_gets_no_movement_of_the_run_before(dies: Any, tmp_path: Path) -> None:
+    """Round 0 of both has one model, and the second run another learning rate."""
+    dies(0)
+    strategy = fed.fed_avg(CLIENTS, 1, 4)
+    first = Running(tmp_path / "first", strategy, steps=1)
+    clients = [first.join(client) for client in range(CLIENTS)]
+    with pytest.raises(OSError, match="machine is gone"):
+        first.result.result(LONG_S)
+    dies(-1)
+    shutil.copytree(first.keys, tmp_path / "second/keys")
+    second = Running(tmp_path / "second", strategy, steps=1, listen=first.address, lr=0.01)
+    assert second.end().parameters_sha256 == simulated(strategy, 1, lr=0.01)["hash"]
+    assert {each.result(LONG_S).trained for each in clients} == {2}
 
 
 @pytest.mark.parametrize(
@@ -130,15 +151,17 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PT2518"):
         fed.serve(job(), fed.fed_avg(1), tmp_path / "keys", listen=ANY, rules=fed.RoundRules(wait_s=0.1))
     fed.revoke(tmp_path / "keys", 0)
+    with pytest.raises(ValueError, match="PT2518: 0 clients have a ticket"):
+        fed.serve(job(), fed.fed_avg(1), tmp_path / "keys", listen=ANY)
+    with pytest.raises(FileExistsError, match="has tickets already"):
+        fed.make_tickets(tmp_path / "keys", 3, ANY)
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["client-0.ticket", "roster.json"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "code"),
-    [(fed.scaffold(2, 1, 4), "PT2534"), (fed.private(fed.fed_avg(2), noise=0.0), "PT2533")],
-    ids=str,
+    "strategy", [fed.fed_avg(2, 1, 4), fed.scaffold(2, 1, 4), fed.private(fed.fed_avg(2), noise=0.0)], ids=str
 )
-def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, code: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, tmp_path: Path) -> None:
     """States and draws are of clients by number."""
     run = Running(tmp_path, strategy, clients=2, steps=1)
     for client in range(2):
@@ -146,5 +169,21 @@ def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, code: str, tmp_p
     run.end()
     shutil.rmtree(run.keys)
     fed.make_tickets(run.keys, 3, ANY, most_samples=100)
-    with pytest.raises(Incompatible, match=f"{code}.*2 .*3"):
+    with pytest.raises(Incompatible, match=r"PT2534.*2 .*3"):
         fed.serve(job(), strategy, run.keys, listen=ANY, seed=SEED, steps=2, out=tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_without_a_record_of_clients_begins_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs by `fed_avg` had none at first."""
+    strategy = fed.fed_avg(3, 1, 4)
+    with monkeypatch.context() as before:
+        before.setattr(ClientStates, "saved", lambda own, whole: CheckpointPart({}, {}))
+        first = Running(tmp_path, strategy, steps=2)
+        for client in range(CLIENTS):
+            first.join(client)
+        first.end()
+    again = Running(tmp_path, strategy, steps=3, resume=True)
+    for client in range(CLIENTS):
+        again.join(client)
+    assert again.end().parameters_sha256 == simulated(strategy, 3)["hash"]
+    assert again.values("clients/took_part")[-1] == 3

@@ -80,6 +80,12 @@ RUNS: dict[str, tuple[Strategy, int, dict[int, int]]] = {
         3,
         {30: 3},
     ),
+    "regions, a worker is killed": (s.halos(2, 2, 2, shards=2, pull_codec=fp16()), 3, {30: 1}),
+    "regions, one with a worker that is killed, and a shard's head is, too": (
+        s.halos(2, 2, 3, replicas=1),
+        3,
+        {20: 2, 30: 3},
+    ),
     "a shard's head is killed": (s.staleness_aware(replicas=1), 2, {30: 2}),
     "encoded both ways, a worker is killed": (
         s.downpour(2, 3, shards=2, codec=feedback(bf16()), pull_codec=fp16()),

@@ -20,6 +20,7 @@ STRATEGIES = [
     strategies.decoupled_diloco(shards=2, grace_s=0.002),
     strategies.downpour(shards=2, lr=0.03),
     strategies.easgd(shards=2),
+    strategies.halos(4, 2, 2, outer_momentum=0.0, global_lr=1.0, global_momentum=0.0, shards=2),
     strategies.softsync(shards=2),
     strategies.ssp(shards=2),
     strategies.staleness_aware(shards=2),

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Strategy
+from polytempo.jobs.digits import job as digits
 from polytempo.replay.replay import replay
 from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.run_snapshot import read_run_snapshot, run_snapshot_path
@@ -299,3 +301,15 @@ def test_a_run_that_its_score_ends_in_the_middle_of_a_step_ends(tmp_path: Path, 
     if strategy is SYNCHRONOUS:
         whole = pt.run(normed(), strategy, WORKERS, steps=result.samples // 16, threads=1)
         assert whole.parameters_sha256 == result.parameters_sha256
+
+
+@pytest.mark.parametrize("movements", ["async_diloco(4, outer_momentum=0.5)", "halos(4, region=1, every=2, share=0.5)"])
+def test_movements_of_one_worker_go_on_to_the_bit(movements: str, tmp_path: Path) -> None:
+    """A snapshot has the outer momentum, and each region's parameters. Plain SGD: a worker's own state is not in it."""
+    job = replace(digits, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr))
+
+    def ran(steps: int, out: Path, *, resume: bool = False) -> str | None:
+        return pt.run(job, movements, 1, steps=steps, threads=1, resume=resume, out=out).parameters_sha256
+
+    ran(12, tmp_path / "two")
+    assert ran(24, tmp_path / "two", resume=True) == ran(24, tmp_path / "one")

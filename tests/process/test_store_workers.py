@@ -20,6 +20,7 @@ from polytempo.worlds import ProcessWorld
 from polytempo.worlds.object_store.object_store import ObjectStore
 from polytempo.worlds.object_store.objects import objects_at
 from polytempo.worlds.object_store.rounds import history
+from polytempo.worlds.object_store.store_log import logged
 from process.crew import flat, together
 from store_workers import Crew
 from waiting import soon
@@ -118,3 +119,54 @@ def test_a_killed_process_comes_again_and_each_sample_counts_once(tmp_path: Path
     assert not list(tmp_path.rglob("*.aside"))
     models = [json.loads((tmp_path / f"model-{worker}.json").read_text()) for worker in (0, 1)]
     assert models[0] == models[1] or any(row["lost"] in ([0], [1]) for row in rows)
+
+
+LOGGED = {
+    "grace_s and delay": "decoupled_diloco(period=4, quorum=1, outer_momentum=0.3, grace_s=0.3, delay=2)",
+    "encoded, delay": "async_diloco(period=4, delay=2, codec=feedback(top_k(0.1)))",
+}
+
+
+def pusher(bucket: Path, worker: int, strategy: str, kill_at: int | None) -> None:
+    """A site that pushes movements. Its model is large enough to be encoded."""
+    torch.set_num_threads(1)
+    world = pt.join_bucket(bucket, worker=worker, workers=WORKERS, timeout_s=100.0)
+    torch.manual_seed(worker)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    handle = pt.attach(net, optimizer, strategy)
+    batches = pt.shard(DATA, batch_size=4)
+    while batches.epoch < EPOCHS:
+        for x, y in batches:
+            if handle.step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            ((net(x) - y) ** 2).mean().backward()
+            optimizer.step()
+    world.leave()
+
+
+@pytest.mark.parametrize("strategy", LOGGED.values(), ids=LOGGED)
+def test_a_process_that_is_killed_with_a_movement_under_way_comes_again(strategy: str, tmp_path: Path) -> None:
+    """Worker 2 has pushed in step 8, and would take the parameters in after step 10."""
+    fork = multiprocessing.get_context("fork").Process
+    sites = [fork(target=pusher, args=(tmp_path, worker, strategy, 9 if worker == 2 else None)) for worker in range(3)]
+    for each in sites:
+        each.start()
+    sites[2].join(100)
+    assert sites[2].exitcode == -signal.SIGKILL
+    sites[2] = fork(target=pusher, args=(tmp_path, 2, strategy, None))
+    sites[2].start()
+    for each in sites:
+        each.join(100)
+    assert [each.exitcode for each in sites] == [0, 0, 0]
+    entries = list(logged(ObjectStore(objects_at(tmp_path), str(tmp_path))))
+    counted: Counter[tuple[int, int]] = Counter()
+    for entry in entries:
+        for epoch, start, stop in entry.get("mine", {}).get("spans", ()):
+            counted.update((epoch, place) for place in range(start, stop))
+    assert counted == Counter({(epoch, place): 1 for epoch in range(EPOCHS) for place in range(SAMPLES)})
+    assert [entry["worker"] for entry in entries if entry["kind"] == "push"].count(2) == EPOCHS * SAMPLES // 48
+    named = {entry.get("movement") for entry in entries}
+    assert {f"moved/{path.name}" for path in (tmp_path / "moved").glob("*")} <= named
+    assert not list(tmp_path.rglob("*.aside"))

@@ -163,3 +163,23 @@ def test_assumed_links_are_said_to_be_assumed() -> None:
         answer = bound(run._replace(link=link))
         assert answer is not None
         assert ("assumed" in answer.text) == link.assumed
+
+
+@pytest.mark.parametrize(
+    ("ms", "sent_bytes", "expected"),
+    [
+        ((0.01, 0.0, 0.7, 0.7), 64e3, ("latency", "twice as many epochs in a round")),
+        ((10, 0.0, 700, 700), 900e6, ("bytes", "twice as many epochs in a round")),
+        ((10, 0.0, 10, 1), 64e3, ("stragglers", "a larger cohort, so that clients even out over workers")),
+        ((0.4, 0.0, 0.0, 0.0), 0, ("computing", "4 workers on as many processors again")),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["fed_avg(cohort=6)", "secure(inner=scaffold(cohort=6))"])
+def test_rounds_are_told_no_batch_and_no_other_period(
+    strategy: str, ms: tuple[float, float, float, float], sent_bytes: float, expected: tuple[str, str]
+) -> None:
+    """A sample of a step is a client, and the strategy names the batches."""
+    answer = bound(Case("clients", "", strategy, 2, ms, sent_bytes, 2, {"batch_size": 1}).facts)
+    assert answer is not None
+    assert (answer.kind, answer.change) == expected
+    assert not {"strategy", "batch_size"} & answer.tried.keys()

@@ -15,6 +15,7 @@ TEXTS = {
     "early_stop": "early_stop(metric='loss', patience=3, min_change=0.0, better=auto)",
     "early_stop('f1', 5, 0.01, more)": "early_stop(metric='f1', patience=5, min_change=0.01, better=more)",
     "time_budget(3600)": "time_budget(3600.0)",
+    "export(every=2)": "export(best=1, every=2, metric='loss', better=auto, to='exports/step-{step}.safetensors')",
     "keep(best=2, last=1)": "keep(best=2, last=1, metric='loss', better=auto)",
 }
 
@@ -56,6 +57,15 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "no direction": ("early_stop(better=less_is_more)", "less, more or auto"),
     "no time": ("time_budget(0)", "above 0"),
     "nothing to keep": ("keep(best=0)", "one is above 0"),
+    "nothing to export": ("export(best=0)", "one is above 0"),
+    "one name for all files": ("export(to='best.safetensors')", "must have {step} in it"),
+    "fewer than nothing to export": ("export(best=-1, every=2)", "one is above 0"),
+    "no direction of an export": ("export(better=lower)", "less, more or auto"),
+    "no direction of each n-th export": ("export(best=0, every=2, better=lower)", "less, more or auto"),
+    "a width that is no field": ("export(to='{step:>{width}}.safetensors')", "KeyError"),
+    "a field without a name": ("export(to='{}-{step}.safetensors')", "IndexError"),
+    "a field of another type": ("export(to='{step}-{accuracy:d}.safetensors')", "ValueError"),
+    "two exports to one place": ("export(metric=accuracy), keep(), export(every=2)", "PT2310"),
     "no module": ("nowhere_at_all:Mine", "no module nowhere_at_all"),
     "nothing in a module": ("json:Mine", "has no Mine"),
     "no callback": ("json:dumps(3)", "not a pt.callbacks.Callback"),
@@ -79,11 +89,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("callback", ["keep(best=1)", "export(best=1)"])
 @pytest.mark.parametrize("code", REFUSED)
-def test_runs_without_checkpoints_in_a_folder_cannot_keep_them(code: str) -> None:
+def test_runs_without_checkpoints_in_a_folder_cannot_keep_or_export_them(code: str, callback: str) -> None:
     strategy, options = REFUSED[code]
     with pytest.raises(pt.errors.Incompatible) as caught:
-        pt.simulate("digits", strategy, 2, callbacks="keep(best=1)", **options)
+        pt.simulate("digits", strategy, 2, callbacks=callback, **options)
     assert caught.value.code == code
 
 

@@ -14,7 +14,7 @@ from polytempo.report.pictures.marks import MOST_MARKS, ChartMark, marks_of, pla
 from polytempo.report.pictures.plots import curves
 from polytempo.report.runs import load_run
 from polytempo.report.status.records import CheckpointSaved, Diagnosis, GroupStatus, ProcessEvent, row_of
-from polytempo.ui.run_columns import RunColumns
+from polytempo.ui.of_run.run_columns import RunColumns
 from report_runs import record
 
 COLUMNS = {"step": [20.0, 10.0, 30.0], "seconds": [2.0, 1.0, 4.0], "samples": [200.0, 100.0, float("nan")]}

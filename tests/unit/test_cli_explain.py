@@ -164,7 +164,7 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         "bf16()",
         True,
     )
-    assert exchange["steps"] == {"first": 1, "period": 1, "last": None, "but": 0}
+    assert exchange["steps"] == {"first": 1, "period": 1, "last": None, "but": 0, "rule": ""}
     assert exchange["gradient_bytes"] == found["mean"]["gradient_bytes"] == 2 * 2 * found["parameters"]
     assert found["memory_bytes"] == 0
 

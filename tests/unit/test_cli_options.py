@@ -120,12 +120,19 @@ def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str)
         ({"until": "=0.9"}, "--until =0.9: must be written accuracy=0.97 or loss=0.1"),
         ({"until": "loss=nan"}, "--until loss=nan: loss must be a number, not nan"),
         ({"data": Path("missing")}, "--data missing: there is no such file or folder"),
+        ({"data": Path("missing/*.tar")}, "--data missing/*.tar: no file has such a name"),
     ],
 )
 def test_a_mistake_on_the_command_line(given: dict[str, object], message: str) -> None:
     """The error names the option as written, and a remedy."""
     with pytest.raises(ValueError, match=re.escape(message)):
         given_options(given)
+
+
+def test_data_may_be_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "part-0.tar").touch()
+    for name in ("*.tar", "**/*.tar", "part-{0..299}.tar"):
+        assert given_options({"data": tmp_path / name}).run["data"] == tmp_path / name
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

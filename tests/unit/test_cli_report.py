@@ -70,7 +70,7 @@ def test_mistakes_are_named(
 def test_runs_are_listed_and_sorted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = asked(capsys, "runs", str(runs), "--sort", "loss")
     header, *rows = [line.split() for line in out.splitlines()]
-    assert header == ["run", "job", "strategy", "workers", "state", "steps", "loss", "accuracy", "seconds"]
+    assert header == ["run", "job", "strategy", "workers", "state", "steps", "loss", "accuracy", "seconds", "tags"]
     assert {row[0] for row in rows} == {"a/first", "b/first", "other"}
     assert {row[1] for row in rows} == {"digits"}
     found = json.loads(asked(capsys, "runs", str(runs), "--sort", "loss", "--json")[0])

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
+from polytempo.compression import bf16, bins, dynamic8, exact, feedback, fp16, int8, one_bit, sign
 from polytempo.compression.codecs.dynamic8 import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native.kernels import codes_dense
 from some_cases import examples
 
-CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign(), sign(False)]
+CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign()]
+CODECS += [sign(False), bins(), bins(3)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
 
@@ -51,6 +52,29 @@ def test_one_bit_in_figures() -> None:
     assert wire[24:].view(torch.int32).tolist() == [0b10101, 0b11111, 0]
     assert torch.equal(residual, x - one_bit().decode(wire, x))
     assert residual[2].tolist() == [1, 1, 1, 1, -4]
+
+
+def test_bins_in_figures() -> None:
+    """The mean is 1 and the deviation √5, so that 2 bits have edges at -2.35, 1 and 4.35, and 3 bits at each 1.68."""
+    x = torch.tensor([-2.0, 0.0, 2.0, 4.0]).repeat_interleave(4)
+    wire, _ = bins().encode(x)
+    assert floats(wire, 4) == [0.0, -1.0, 3.0, 0.0]
+    assert wire[16:].view(torch.int32).tolist() == [0xAAAA5555 - 2**32]
+    assert bins().decode(wire, x).tolist() == [-1.0] * 8 + [3.0] * 8
+    wire, _ = bins(3).encode(x)
+    assert floats(wire, 8) == [0.0, 0.0, -2.0, 0.0, 2.0, 4.0, 0.0, 0.0]
+    assert torch.equal(bins(3).decode(wire, x), x)
+
+
+def test_bins_of_what_is_far_or_does_not_differ() -> None:
+    """One element beyond 3 σ has the outermost bin alone; equal and few elements are met exactly."""
+    x = torch.zeros(100)
+    x[7] = 5e37
+    assert torch.equal(bins(3).decode(bins(3).encode(x)[0], x), x)
+    for same in (torch.full((30, 2), -0.3), torch.zeros(50), torch.zeros(0, 4), torch.randn(5), torch.randn(7).half()):
+        wire, _ = bins().encode(same)
+        assert torch.equal(bins().decode(wire, same), same)
+        assert wire.numel() == bins().wire_bytes(same) <= same.nbytes + 2
 
 
 @pytest.mark.parametrize(
@@ -319,4 +343,6 @@ def test_names_are_as_a_person_would_write_them() -> None:
         "one_bit()",
         "sign(scaled=True)",
         "sign(scaled=False)",
+        "bins(bits=2)",
+        "bins(bits=3)",
     ]

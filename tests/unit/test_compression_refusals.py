@@ -43,6 +43,10 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (c.prune, ("a",), {}, "below must be a number, got 'a'"),
     (c.dgc, (), {"clip": "a"}, "clip must be a number, got 'a'"),
     (c.terngrad, ("a",), {}, "clip must be a number, got 'a'"),
+    (c.feedback, (c.int8(),), {"decay": 0}, "decay is the part of the residual that stays, over 0"),
+    (c.feedback, (c.int8(),), {"decay": 1.5}, "that stays, over 0 and at most 1; got 1.5"),
+    (c.feedback, (c.int8(),), {"part": 0}, "part is the part of the residual that is encoded again, over 0"),
+    (c.feedback, (c.int8(),), {"part": 1.5}, "that is encoded again, over 0 and at most 1; got 1.5"),
 ]
 
 
@@ -116,7 +120,7 @@ def test_what_a_rank_says_under_a_merge_and_its_residual_are_what_it_was_given()
     said = torch.zeros(2, 40)
 
     def heard(buffers: Sequence[Tensor]) -> Tensor:
-        said.add_(torch.stack(list(buffers)) / 2)  # both ranks hear it
+        said.add_(torch.stack(list(buffers)))  # once for both ranks, which have equal wires
         return vote(buffers)
 
     heard.coordinate_wise = False  # type: ignore[attr-defined]

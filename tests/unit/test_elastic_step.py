@@ -10,14 +10,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.core import PeerLost, Port
+from polytempo.core import Bundle, PeerLost, Port, Strategy, Transform
+from polytempo.data.spans import PlaceSpan
 from polytempo.membership.message import GroupView
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.synchronization import every
 from polytempo.training.elastic import elastic_training
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
 from polytempo.training.elastic.elastic_training import ElasticTraining
+from polytempo.training.elastic.island_member import IslandMember
+from polytempo.training.elastic.local_round import LocalRound
 from polytempo.worlds import ProcessWorld
 
 STEPS = 12
@@ -25,7 +29,7 @@ BROKEN = 5
 """The commit point raises in this step."""
 
 
-def spec(precision: str | None = None) -> RunSpec:
+def spec(precision: str | None, strategy: Strategy) -> RunSpec:
     """Twelve steps of a model with running statistics, momentum and a schedule."""
 
     def data(path: Any) -> pt.Data:
@@ -46,12 +50,13 @@ def spec(precision: str | None = None) -> RunSpec:
         name="small",
     )
     options = RunOptions(steps=STEPS, min_workers=1, seed=3, precision=precision_of(precision))
-    return RunSpec.of(job, pt.strategies.sync_sgd(), 1, options)
+    return RunSpec.of(job, strategy, 1, options)
 
 
-def begun(precision: str | None = None) -> ElasticTraining:
+def begun(precision: str | None = None, strategy: Strategy | None = None) -> ElasticTraining:
     """The only member of a run, at its beginning."""
-    training = ElasticTraining(spec(precision), 0, Wishes, lambda row: None)
+    given = spec(precision, strategy or pt.strategies.sync_sgd())
+    training = ElasticTraining(given, 0, Wishes, lambda row: None)
     training.enter(GroupView(1, (0,), 0, 0))
     training.begin(ProcessWorld(0, [0]), GroupView(1, (0,), 0, 0))
     return training
@@ -129,4 +134,46 @@ def test_a_group_that_breaks_as_it_begins_leaves_the_training_as_it_was(monkeypa
     training.begin(ProcessWorld(0, [0]), view)
     again = trained(training)
     assert broken == [BROKEN]
+    assert all(torch.equal(again[name], tensor) for name, tensor in calm.items())
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_step_inside_an_island_is_finished_or_undone(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another member of the island has made the step that is broken off, or none has."""
+
+    async def answers(port: Port, bundle: Bundle, state: None) -> tuple[Bundle, None]:
+        return bundle.copy(), None  # a mean does nothing where one is alone
+
+    copies = Transform(lambda parameters: None, answers)
+    outer = Strategy("outer", parameters=every(4, copies), synchronized=False)
+    strategy = pt.strategies.islands(Strategy("inner", gradients=copies), outer)
+    calm = trained(begun(strategy=strategy))
+    training = begun(strategy=strategy)
+    step, deal = IslandMember.step, IslandMember.deal
+    broken: list[LocalRound] = []
+
+    async def breaks(self: IslandMember, port: Port, own: LocalRound, spans: Any) -> list[PlaceSpan]:
+        found = await step(self, port, own, spans)
+        assert training.context is not None
+        if own.steps == BROKEN % 4 and training.member.applied == 4 and not broken:
+            broken.append(LocalRound(own.steps + 1, [*own.spans, *found], training.context.shard.state_dict()))
+            raise PeerLost(0, BROKEN, "all_gather", 1)
+        return found
+
+    async def dealt(self: IslandMember, port: Port, stateful: int, own: LocalRound) -> LocalRound | None:
+        assert self.holds
+        assert await deal(self, port, stateful, own) is None
+        return broken[0] if finished else None
+
+    monkeypatch.setattr(IslandMember, "step", breaks)
+    with pytest.raises(PeerLost):
+        trained(training)
+    report = training.member.report()
+    assert (report.applied, report.holds, report.stateful) == (4, 0, True)
+    view = GroupView(2, (0,), 1, 4)
+    training.enter(view)
+    monkeypatch.setattr(IslandMember, "deal", dealt)
+    training.begin(ProcessWorld(0, [0]), view)
+    assert training.member.applied == BROKEN + finished
+    again = trained(training)
     assert all(torch.equal(again[name], tensor) for name, tensor in calm.items())

@@ -65,6 +65,12 @@ def test_rates_and_losses_are_those_of_gradient_descent() -> None:
     assert not found.diverged
 
 
+def test_options_of_a_run_that_is_scored_change_no_rate() -> None:
+    job, bounds = quadratic((1.0,)), {"lowest": 1e-3, "highest": 1e-1, "steps": 10}
+    more = {"schedule": "StepLR(step_size=1)", "until": {"loss": 0.1}, "eval_every": 2, "epochs": 3, "lr": 5.0}
+    assert pt.find_rate(job, **bounds, **more) == pt.find_rate(job, **bounds)  # type: ignore[arg-type]
+
+
 def test_smoothing_has_no_bias_and_a_growing_loss_ends_the_test() -> None:
     found = RateRange()
     assert not any(found.add(rate, 2.0) for rate in (1.0, 2.0, 3.0))
@@ -103,8 +109,22 @@ def test_nothing_of_the_program_changes(tmp_path: Path) -> None:
     assert pt.simulate("digits", "local_sgd(period=4)", 2, steps=6).parameters_sha256 == before.parameters_sha256
 
 
+def test_callbacks_of_scores_are_left_out() -> None:
+    """Nothing is scored; other callbacks are in the run."""
+    steps = list[int]()
+
+    class Steps(pt.callbacks.Callback):
+        def on_step(self, facts: pt.callbacks.CallbackFacts) -> None:
+            steps.append(facts.step)
+
+    scored = [pt.callbacks.early_stop(metric="accuracy"), pt.callbacks.keep(best=1)]
+    found = pt.find_rate("digits", steps=10, callbacks=[*scored, Steps()])
+    assert found.rates == pt.find_rate("digits", steps=10).rates
+    assert steps
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"lowest": 1.0, "highest": 0.5}, {"lowest": -1.0}, {"highest": math.inf}, {"steps": 9}]
+    "wrong", [{"lowest": 1.0, "highest": 0.5}, {"lowest": 0.0}, {"lowest": -1.0}, {"highest": math.inf}, {"steps": 9}]
 )
 def test_impossible_bounds_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="give 0 < lowest < highest"):

@@ -139,6 +139,31 @@ def test_states_travel_where_they_are_enough_and_predictions_where_they_are_not(
     assert bytes_of(METRICS["sums"]) < 2_000 < 2_048 * (NUM_CLASSES * 4 + 8) < bytes_of(macro_f1)
 
 
+LOGITS = torch.cat([torch.linspace(0.01, 0.99, 40), torch.linspace(-4, 6, 24)])
+"""Two thirds of them look like probabilities, and all are logits."""
+OF_LOGITS: dict[str, Any] = {
+    "auroc": torchmetrics.AUROC("binary"),
+    "binned": torchmetrics.AUROC("binary", thresholds=20),
+    "accuracy": torchmetrics.Accuracy("binary"),
+    "f1": torchmetrics.F1Score("multilabel", num_labels=2),
+    "calibration": torchmetrics.CalibrationError("multiclass", num_classes=2),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_logits_have_the_numbers_of_the_whole_set_at_once(name: str) -> None:
+    """torchmetrics decides for each batch that it sees whether it has logits."""
+    metric = OF_LOGITS[name]
+    target = (torch.arange(64) * 7 % 5 < 2).long()
+    columns = torch.stack([LOGITS, 1 - LOGITS], 1)
+    output = {"f1": columns, "calibration": columns}.get(name, LOGITS)
+    data = TensorDataset(output, torch.stack([target, 1 - target], 1) if name == "f1" else target)
+    expected = float(metric(*data.tensors))
+    for ranks in range(1, 9):
+        found = VirtualWorld(CLUSTER, ranks).run(lambda port: scored(port, tuple, data, {name: metric})).results
+        assert found == [{name: expected}] * ranks, ranks
+
+
 LOOP = {
     "mean": lambda batch: {
         "accuracy": (net()(batch[0]).argmax(-1) == batch[1]),

@@ -17,19 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from live_pages import NUM_STEPS, Served, serving, write_run
+from live_pages import NUM_STEPS, Served, serving, trace, write_run, write_tail
+from polytempo.core.system.files import TAILS
 from polytempo.report.runs import read_events
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted
 from polytempo.ui.application import MOST_STREAMS
 from polytempo.ui.hub import LOOK_S, Hub, LookPace, Watch
+from polytempo.ui.of_run.run_columns import RunColumns
+from polytempo.ui.of_run.run_logs import log_lines, logs_of
+from polytempo.ui.of_run.run_trace import RunTrace, compared, in_common, node_names, timeline, topology
+from polytempo.ui.of_run.sampling import sampled
 from polytempo.ui.page_view import PageView, view_of
 from polytempo.ui.removal import archive, remove
-from polytempo.ui.run_columns import RunColumns
 from polytempo.ui.run_facts import command, differences, repeating, standing
 from polytempo.ui.run_list import RunList, facts_of
-from polytempo.ui.run_logs import log_lines, logs_of
-from polytempo.ui.run_trace import compared, node_names, timeline, topology
-from polytempo.ui.sampling import sampled
+from polytempo.worlds.trace import Event, write_chrome_trace
 from waiting import soon
 
 FINITE = st.floats(-1e9, 1e9)
@@ -271,9 +274,10 @@ def test_runs_are_found_at_any_depth_and_links_are_not_followed(tmp_path: Path) 
     write_run(root / "a" / "b" / "two")
     write_run(tmp_path / "elsewhere")
     write_run(root / "archived" / "old")
+    write_run(root / "trace")
     (root / "link").symlink_to(tmp_path / "elsewhere")
     (root / "empty").mkdir()
-    assert [row["id"] for row in RunList(root).look()] == ["one", "a/b/two"]
+    assert [row["id"] for row in RunList(root).look()] == ["one", "trace", "a/b/two"]
     assert [row["id"] for row in RunList(root / "one").look()] == ["."]
 
 
@@ -358,6 +362,53 @@ def test_the_timeline_is_of_the_last_steps_but_one(tmp_path: Path) -> None:
     assert [node["worker"] for node in edges["nodes"]] == [True, True, False]
     assert timeline([]) is None
     assert topology([], 1, {}) is None
+
+
+def test_a_run_that_goes_on_has_a_timeline_and_edges(tmp_path: Path) -> None:
+    """The time that all tails tell of: rank 0 has written last. A rank that is gone holds nothing back."""
+    folder = write_run(tmp_path / "run", workers=2, state="running")
+    events = trace(3)
+    for rank, last in ((0, 8), (1, 7), (2, 3)):
+        write_tail(folder, rank, [event for event in events if event.rank == rank and event.step <= last])
+    os.utime(folder / TAILS / "2.json", (1, 1))
+    (folder / TAILS / "3.json").write_text('[["no", "event"]]')
+    (folder / TAILS / "4.json").symlink_to(folder / TAILS / "0.json")
+    found = RunTrace(folder)
+    assert found.look()
+    assert found.goes_on
+    assert {(event.rank, event.step) for event in found.events} == {(r, s) for r in (0, 1) for s in range(1, 8)}
+    assert found.timeline is not None
+    assert (found.timeline["ranks"], found.timeline["steps"]) == ([0, 1], [3, 6])
+    drawn = found.topology(2, {})
+    assert drawn is not None
+    assert drawn["edges"] == [[0, 1, 7000], [1, 2, 7000]]
+    assert not found.look()
+    write_chrome_trace(folder / "trace.json", events, title="the whole")
+    assert found.look()
+    assert (found.goes_on, len(found.events)) == (False, 48)
+
+
+def test_tails_of_an_ended_or_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    """A process that was left out writes after the end. A killed run leaves its tails to the next one in its folder."""
+    folder = write_run(tmp_path / "run")
+    found = RunTrace(folder)
+    assert found.look()
+    write_tail(folder, 0, trace(1))
+    assert not found.look()
+    assert (found.goes_on, {event.rank for event in found.events}) == (False, {0, 1})
+    MetricsWriter(folder).close()
+    os.utime(folder / "metrics.jsonl", ns=(0, (folder / "result.json").stat().st_mtime_ns + 1))
+    assert not (folder / TAILS).exists()
+    assert not found.look()
+    write_tail(folder, 0, trace(1))
+    assert found.look()
+    assert (found.goes_on, {event.rank for event in found.events}) == (True, {0})
+
+
+def test_tails_without_a_common_time_are_shown_as_they_are() -> None:
+    early, late = Event(0, 1, "compute", 0, 0.0, 1.0), Event(1, 9, "compute", 0, 5.0, 6.0)
+    assert in_common([[early], [], [late]]) == [early, late]
+    assert in_common([]) == []
 
 
 def test_a_prediction_is_compared_with_the_measurement(tmp_path: Path) -> None:

@@ -68,3 +68,38 @@ def test_a_record_in_a_bucket() -> None:
     record.attempt(0, "a")
     record.attempt(0, "b")
     assert NoiseRecord(folder, 6, resume=True).releases(1) == Releases(6, 1, ((2, 1),))
+
+
+def test_a_record_in_a_bucket_is_written_in_parts_before_orders_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes grow as lines do, and another process finds each order."""
+    put, write = list[int](), UrlPath.write
+
+    def writes(path: UrlPath, content: bytes) -> None:
+        put.append(len(content))
+        write(path, content)
+
+    monkeypatch.setattr(UrlPath, "write", writes)
+    folder, clients = UrlPath("memory://noise-of-orders"), list(range(1000, 1100))
+    record = NoiseRecord(folder, 6, resume=False)
+    record.secret(0)
+    for number in range(200):
+        record.ask(number, clients)
+        if number % 50 == 0:
+            assert NoiseRecord(folder, 6, resume=True).most_turns(number) == number + 1
+    assert max(put) < 1 << 15
+    assert record.most_turns(200) == 200 == NoiseRecord(folder, 6, resume=True).most_turns(200)
+
+
+def test_an_order_that_is_not_written_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = NoiseRecord(UrlPath("memory://noise-that-fails"), 6, resume=False)
+    record.secret(0)
+
+    def fails(path: UrlPath, content: bytes) -> None:
+        raise OSError("the bucket is gone")
+
+    monkeypatch.setattr(UrlPath, "write", fails)
+    with pytest.raises(OSError, match="gone"):
+        record.ask(0, [1])
+    with pytest.raises(OSError, match="gone"):
+        record.attempt(0, "a")
+    assert record.most_turns(0) == 0

@@ -141,7 +141,6 @@ NARROWER = {
     ("schedule", "data"): "Sequence[object]",
     ("score", "data"): "Any",
     ("plan_layers", "batch_size"): "int",
-    ("compress", "data"): "Path | None",
     ("compress", "epochs"): "float",
     ("compress", "out"): "str | Path | None",
 }

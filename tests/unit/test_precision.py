@@ -24,7 +24,9 @@ BF16 = pt.precision("bf16")
 FP16 = pt.precision("fp16", loss_scale=256)
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp16(loss_scale=dynamic)", "fp16(loss_scale=1024)", "fp16(loss_scale=0.5)"])
+@pytest.mark.parametrize(
+    "text", ["bf16", "autocast", "fp16(loss_scale=dynamic)", "fp16(loss_scale=1024)", "fp16(loss_scale=0.5)"]
+)
 def test_text_is_read_again(text: str) -> None:
     assert str(parse_precision(text)) == text
 
@@ -35,6 +37,8 @@ def test_text_is_read_again(text: str) -> None:
         ("fp16", r"losses must be scaled; give loss_scale='dynamic'"),
         ("bf16(loss_scale=8)", "bf16 has the range of float32"),
         ("bf17", "did you mean bf16"),
+        ("autocast(loss_scale=8)", "no argument|unexpected|takes no"),
+        ("amp", "write 'autocast'"),
         ("half", "write 'fp16'"),
         ("float32", "models compute in float32 anyway"),
         ("fp16(loss_scale=-1)", "a number above 0, or 'dynamic', got -1"),
@@ -45,6 +49,32 @@ def test_text_is_read_again(text: str) -> None:
 def test_what_could_not_train_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_precision(text)
+
+
+def test_autocast_has_the_bits_of_a_plain_loop_with_autocast() -> None:
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in (ours, theirs)]
+    handle = pt.attach(ours, optimizers[0], "sync_sgd()", precision="autocast")
+    for _ in range(4):
+        x, y = torch.randn(12, 6), torch.randn(12, 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            answer = theirs(x)
+        found = ours(x)
+        assert (answer.dtype, found.dtype) == (torch.bfloat16, torch.float32)
+        for output, optimizer in zip((found, answer.float()), optimizers, strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(output, y).backward()
+            optimizer.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.dtype == torch.float32
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert torch.equal(mine, other)
+            assert torch.equal(mine.grad, other.grad)
+    handle.detach()
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
 
 
 def test_a_run_that_travels_as_text_keeps_its_precision() -> None:
@@ -60,6 +90,9 @@ def test_a_run_that_travels_as_text_keeps_its_precision() -> None:
         (pt.strategies.downpour(), "fp16(loss_scale=8)", "PT1402"),
         (pt.strategies.gpipe(inner=pt.strategies.async_sgd()), "bf16", "PT1403"),
         (pt.strategies.flexrr(), "bf16", "PT1404"),
+        (pt.strategies.shared_memory(), "autocast", "PT1411"),
+        (pt.strategies.gpipe(inner=pt.strategies.async_sgd()), "autocast", "PT1412"),
+        (pt.strategies.flexrr(), "autocast", "PT1413"),
         (pt.strategies.gpipe(), "fp16(loss_scale=8)", "PT1405"),
         (pt.strategies.split(), "fp16(loss_scale=dynamic)", "PT1406"),
     ],

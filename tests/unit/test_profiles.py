@@ -56,6 +56,37 @@ def test_runs_without_common_steps_are_refused(strategy: str, more: dict[str, An
         pt.run("digits", strategy, 2, out=tmp_path, profile="1:2", **more)
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "said"),
+    [
+        (0, 40, None),
+        (20, 30, None),
+        (0, 25, "profile=20:30 recorded 5 of 10 steps, because the run has made the steps 0 to 24"),
+        (28, 40, "profile=20:30 recorded 2 of 10 steps, because the run has made the steps 28 to 39"),
+        (0, 20, "profile=20:30 recorded nothing, because the run has made the steps 0 to 19"),
+        (30, 40, "profile=20:30 recorded nothing, because the run has made the steps 30 to 39"),
+        (40, 40, "profile=20:30 recorded nothing, because the run has made no step"),
+    ],
+)
+def test_steps_that_a_run_has_not_made(begin: int, end: int, said: str | None) -> None:
+    assert ProfiledSteps(20, 30).missed(begin, end) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "said"),
+    [
+        ("20:30", 20, "begins after the run's end: its 20 steps are counted from 0; give earlier ones, such as 10:20"),
+        ("20:30", 3, "such as 0:3"),
+        ("1:2@0,2", None, "there is no rank 2, as there are 2, counted from 0"),
+    ],
+)
+def test_steps_and_ranks_that_a_run_cannot_have_are_refused(
+    text: str, steps: int | None, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        pt.run("digits", "sync_sgd", 2, out=tmp_path, profile=text, steps=steps)
+
+
 def profile_of(rank: int, begin_s: float) -> RankProfile:
     slices = [
         TorchCall("forward", "thread 1", begin_s + 0.001, 0.010),

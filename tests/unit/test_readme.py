@@ -29,7 +29,7 @@ RUNS = ("train", "compare", "simulate")
 # The possible places of a file that a document names; a folder ends with a slash.
 PLACES = (ROOT, ROOT / "src", ROOT / "src/polytempo", ROOT / "tests", ROOT / "benchmarks")
 NAMED = re.compile(r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|toml|css|js))`")
-MADE_LATER = ("trial-000/", "checkpoint/", "logs/", "runs/", "own_job.py", "docs/generated/")
+MADE_LATER = ("trial-000/", "checkpoint/", "logs/", ".tails/", "runs/", "own_job.py", "docs/generated/")
 
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 """A fenced block. A comment before it says why a block is not run, and that is the only way for one not to be."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import polytempo as pt
+from polytempo.runs.served.recording import facts_now
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.strategies import sync_sgd
+from polytempo.strategies import async_sgd, sync_sgd
 from polytempo.training.job.run_settings import MOST_SETTING, environment_of, settings_of
 
 DIGITS = pt.jobs.find("digits")
@@ -28,8 +29,12 @@ OWN = {"epochs": f"{DIGITS.epochs:g}", "lr": f"{DIGITS.lr:g}", "batch_size": str
         ({"batch_growth": {5: 4, 10: 2.5}}, OWN | {"batch_growth": "5:4,10:2.5"}),
         ({"allow_nan": True, "accumulate": 2}, OWN | {"allow_nan": "true", "accumulate": "2"}),
         ({"callbacks": "time_budget(60), keep(best=2)"}, None),
+        ({"tags": ["paper", "v2"]}, OWN | {"tags": "paper,v2"}),
         ({"data": "a b/data.csv", "threads": 1}, OWN | {"data": "a b/data.csv", "threads": "1"}),
         ({"start_from": "https://me:key@host/run?signed=1"}, OWN | {"start_from": "https://host/run"}),
+        ({"data": "HTTPS://me:k@y@host/t.csv?signed=1"}, OWN | {"data": "HTTPS://host/t.csv"}),
+        ({"data": "s3://bucket/part-?.parquet"}, OWN | {"data": "s3://bucket/part-?.parquet"}),
+        ({"data": "abfs://container@account/t.csv"}, OWN | {"data": "abfs://container@account/t.csv"}),
         ({"trackers": "mlflow:http://me:key@host", "out": "x", "resume": True}, OWN),
         ({"data": "x" * 2 * MOST_SETTING}, OWN | {"data": "x" * (MOST_SETTING - 1) + "…"}),
     ],
@@ -44,6 +49,16 @@ def test_settings_are_what_the_command_line_reads(
     if "…" not in str(found) and "start_from" not in found:
         again = RunOptions(**{name: _value(name, text) for name, text in found.items()}, out=tmp_path)
         assert settings_of(RunSpec.of(DIGITS, sync_sgd(), 2, again)) == found
+
+
+def test_a_record_for_replay_has_no_login_and_no_signature() -> None:
+    for given, kept in (
+        ("https://me:key@host/t.csv?signed=1", "https://host/t.csv"),
+        ("s3://bucket/part-?.parquet", "s3://bucket/part-?.parquet"),
+        (Path("/data/a?b"), "/data/a?b"),
+    ):
+        spec = RunSpec.of(DIGITS, async_sgd(), 2, RunOptions(data=given))
+        assert facts_now(spec, native=False, threads=1).options["data"] == kept
 
 
 def test_a_changed_job_has_its_own_numbers() -> None:

@@ -55,6 +55,11 @@ def test_the_cost_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(found.client_s or 0, found.server_s or 0, found.lost_s or 0) > 0
 
 
+def test_a_client_sends_twice_the_bytes_of_16_bits_a_number() -> None:
+    """Keys and shares of 1,024 clients are a small part beside 2^20 words of 32 bits."""
+    assert secure_bytes(1 << 10, 1 << 20, 32) / (2 << 20) == pytest.approx(2.06, abs=0.005)
+
+
 def explained(capsys: pytest.CaptureFixture[str], *more: str, inner: str = "fed_avg(cohort=10)") -> str:
     with pytest.raises(SystemExit) as end:
         app(["explain", f"secure({inner})", "--parameters", "1000000", *more])

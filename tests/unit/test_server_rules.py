@@ -8,11 +8,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Staleness, Update
+from polytempo.core.rule import (
+    Action,
+    Add,
+    Answer,
+    Arrival,
+    Drop,
+    DropRegion,
+    MergeRegion,
+    Mix,
+    Rule,
+    Situation,
+    Staleness,
+    Update,
+)
 from polytempo.server.rules.asynchronous import in_shares, on_arrival, softsync, within
 from polytempo.server.rules.corrections import clip, compensate
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
+from polytempo.server.rules.regional import regional
 from polytempo.server.rules.staleness import constant, cutoff, exponential, inverse, power
 from polytempo.server.rules.synchronous_step import first, hardsync, quorum
 
@@ -550,3 +564,36 @@ def test_compensation_adapts_to_the_size_of_gradients() -> None:
 def test_wrong_arguments_are_refused_when_a_rule_is_built(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+def test_regions_step_by_each_push_and_give_every_third_on() -> None:
+    """Workers 0 and 1 are one region, worker 2 is another."""
+    settled = Arrival("settled", -1)
+    holds(
+        regional(2, 3, 0.25),
+        3,
+        [
+            (settled, []),
+            (pull(0), answers(0)),
+            (push(0), [Add(0, rate=0.5), Update(1.0, region=0), Answer(0)]),
+            (push(1), [Add(1, rate=0.5), Update(1.0, region=0), Answer(1)]),
+            (push(2), [Add(2, rate=1.0), Update(1.0, region=1), Answer(2)]),
+            (push(0, 2), [Add(0, rate=0.5), Update(1.0, region=0), MergeRegion(0, 0.25, 0.5), Answer(0)]),
+            (left(1), []),
+            (settled, []),
+            (push(0, 3), [Add(0, rate=1.0), Update(1.0, region=0), Answer(0)]),
+            (left(2), []),
+            (settled, [MergeRegion(1, 0.25, 0.5), DropRegion(1)]),
+            (joined(3), []),
+            (left(3), []),
+            (settled, [DropRegion(1)]),
+            (left(0), []),
+            (joined(0), []),
+            (settled, []),
+            (Arrival("pull", 0, last=True), answers(0)),
+            (left(0), []),
+            (settled, []),  # the run is over
+            (joined(2), []),
+            (settled, [MergeRegion(0, 0.25, 0.5), DropRegion(0)]),  # it is not
+        ],
+    )

@@ -407,7 +407,7 @@ def test_what_a_modifier_remembers_is_in_a_copy_of_the_state(momentum: float) ->
     for each in (server, copy):
         pushed(each, push(1, 3, 3.0, basis=2))
         pushed(each, push(0, 2, 4.0, basis=2))
-        remembered = decode(*each.dump(), NUMEL, torch.float32, Tensor.clone).second
+        remembered = decode(*each.dump(), NUMEL, torch.float32, Tensor.clone).weights.second
         assert remembered is not None
         assert remembered.tolist() == [10.8125] * NUMEL
     assert torch.equal(server.weights, copy.weights)

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from polytempo.server.snapshots import snapshot as snapshot_module
 from polytempo.server.snapshots.disk import Content, Disk, LocalDisk, Writer
 from polytempo.server.snapshots.snapshot import (
+    OtherVersion,
     SnapshotError,
     SnapshotPart,
     SnapshotWriter,
@@ -141,6 +143,18 @@ def test_others_can_read_it(tmp_path: Path) -> None:
         "1": [],
         "state": list(b"state 70"),
     }
+
+
+def test_a_whole_snapshot_of_another_version_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on from it says so; a run without it would begin again, and remove it."""
+    state = (b"state", (torch.arange(5.0),))
+    monkeypatch.setattr(snapshot_module, "VERSION", 2)
+    write(tmp_path, 1, 0, *state)
+    monkeypatch.undo()
+    with pytest.raises(OtherVersion, match="is of version 2 of snapshots, and this program reads version 3"):
+        newest_whole(tmp_path, 1)
+    write(tmp_path, 2, 0, *state)
+    assert newest_whole(tmp_path, 1) == 2
 
 
 def test_the_newest_two_remain_of_each_shard(tmp_path: Path) -> None:

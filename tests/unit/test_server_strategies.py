@@ -54,6 +54,13 @@ ROWS = [
         steps_locally=True,
     ),
     Row(
+        "halos(period=8, region=4, every=32, share=0.25, outer_lr=0.8, outer_momentum=0.9, momentum_every=16, "
+        "global_lr=0.6, global_momentum=0.5, global_momentum_every=2, shards=1, replicas=0)",
+        "regional(size=4, every=32, share=0.25)",
+        optimizer=UpdateRule("sgd", 0.8, momentum=0.9, nesterov=True, momentum_every=16),
+        steps_locally=True,
+    ),
+    Row(
         "easgd(period=4, alpha=None, beta=0.9, shards=1, replicas=0)",
         "elastic_share(beta=0.9)",
         optimizer=UpdateRule("sgd"),
@@ -115,7 +122,9 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
         *[f"{name}(scale={scale})" for name in SCALED for scale in ("inverse", "constant", "power(2)", "power(p=0.5)")],
         "async_diloco(outer_momentum=0.9, momentum_every=4, delay=3)",
         "decoupled_diloco(delay=1)",
+        "decoupled_diloco(outer_momentum=0.9, grace_s=1.0, momentum_every=2)",
         "easgd(period=10, alpha=0.1)",
+        "halos(4, 2, 8, share=0.5, outer_momentum=0, delay=3)",
         "backup_workers(backups=2, replicas=2)",
         "flexrr(helpers=2, grain=0.025, bound=3)",
         "dc_asgd(strength=2.0)",
@@ -126,12 +135,17 @@ def test_as_the_command_line_writes_them(written: str) -> None:
     assert parse_strategy(strategy.name).name == strategy.name
 
 
-def test_delayed_momentum_is_counted_in_updates() -> None:
-    without = s.async_diloco(momentum_every=4).server
+@pytest.mark.parametrize("make", [s.async_diloco, s.decoupled_diloco])
+def test_delayed_momentum_is_counted_in_updates(make: Callable[..., Strategy]) -> None:
+    without, late = (make(outer_momentum=momentum, momentum_every=4).server for momentum in (0.0, 0.5))
     assert without is not None
+    assert late is not None
     assert without.optimizer == UpdateRule("sgd", 0.7)
+    assert late.optimizer == UpdateRule("sgd", 0.7, momentum=0.5, nesterov=True, momentum_every=4)
     with pytest.raises(ValueError, match="momentum_every is a number of updates, at least 1"):
-        s.async_diloco(momentum_every=0)
+        make(momentum_every=0)
+    with pytest.raises(ValueError, match="global_momentum_every is a number of updates, at least 1"):
+        s.halos(global_momentum_every=0)
 
 
 @pytest.mark.parametrize("name", SCALED)

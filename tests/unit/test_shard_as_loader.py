@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.utils.data import (
 )
 
 import polytempo as pt
+from polytempo import jobs
+from polytempo.data import digits
 from polytempo.training.own_loop.shard import WorldShard
 from polytempo.worlds import ProcessWorld
 
@@ -57,6 +60,17 @@ def test_it_has_whatever_the_loader_has() -> None:
     for name in ("batch_size", "num_workers", "prefetch_factor", "timeout", "drop_last", "pin_memory"):
         assert getattr(shard, name) == getattr(loader, name)
     assert (len(shard.dataset), len(shard.sampler), shard.doubled()) == (11, 11, 22)
+
+
+@pytest.mark.parametrize("source", [NUMBERS, Stream()], ids=["data set", "stream"])
+def test_memory_is_pinned_where_there_is_an_accelerator(source: Any) -> None:
+    """Torch warns where there is none, and a warning is an error here."""
+    loader: DataLoader[Any] = DataLoader(source, batch_size=2, pin_memory=True)
+    for batch in part(loader):
+        tensors = [batch] if isinstance(batch, torch.Tensor) else batch
+        assert all(tensor.is_pinned() == torch.accelerator.is_available() for tensor in tensors)
+    job = replace(jobs.find("digits"), data=lambda folder: pt.Data(DataLoader(digits().train, 8, pin_memory=True)))
+    assert pt.simulate(job, "sync_sgd", 2, steps=2).steps == 2
 
 
 def test_the_lines_that_scripts_log_are_those_of_the_loader() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 
-from polytempo.core.arithmetic.slice_tree import along_tree, subtree
+from polytempo.core.arithmetic.slice_tree import along_tree, from_nodes, nodes, subtree
 
 
 def written(count: int, leaf: list[str]) -> str:
@@ -46,3 +48,20 @@ def test_any_number_of_ranks_does_the_additions_of_one(slices: int) -> None:
         assert max(map(len, own)) <= -(-slices // (1 << (size.bit_length() - 1)))
         sums = [written(len(part), names[part.start : part.stop]) for part in own]
         assert written(size, sums) == written(slices, names), size
+
+
+@pytest.mark.parametrize("slices", [1, 5, 8, 11])
+def test_parts_of_any_sizes_do_the_additions_of_one(slices: int) -> None:
+    """Every cut of the slices into one to three runs, of ranks that own a subtree each."""
+    names = [str(i) for i in range(slices)]
+    for size in range(1, min(slices, 3) + 1):
+        for cuts in combinations(range(1, slices), size - 1):
+            runs = [range(*ends) for ends in pairwise([0, *cuts, slices])]
+            sums = []
+            for own in (subtree(slices, size, rank) for rank in range(size)):
+                found = {
+                    node: written(len(node), names[node.start : node.stop]) for run in runs for node in nodes(own, run)
+                }
+                sums.append(from_nodes(own, found, lambda left, right: f"({left}+{right})"))
+                assert not found, "added nodes are free"
+            assert written(size, sums) == written(slices, names), runs

@@ -143,6 +143,25 @@ def test_wrong_shares_are_refused() -> None:
     for wrong in ((1,), (1, 2, 3), (1, 0)):
         with pytest.raises(ValueError, match="give 2 whole numbers from 1"):
             shard.deal(wrong)
-    sliced = DataShard(TensorDataset(torch.arange(40)), rank=0, size=2, batch_size=5, slices=4)
-    with pytest.raises(ValueError, match="slices"):
-        sliced.deal((1, 2))
+
+
+def test_shares_of_slices_are_whole_slices() -> None:
+    """Samples and slices stay as they are, whichever rank has them; None is each rank's subtree."""
+    data = TensorDataset(torch.arange(40))
+    ranks = [DataShard(data, rank=rank, size=3, global_batch_size=20, slices=8, shuffle=False) for rank in range(3)]
+    assert [list(shard.own) for shard in ranks] == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    taken = []
+    for shard in ranks:
+        batches = iter(shard)
+        first = [next(batches)[0].tolist() for _ in shard.own]
+        shard.deal((1, 5, 2))
+        taken.append((first, [batch[0].tolist() for batch in batches]))
+        assert shard.epoch == 1
+    assert [list(shard.own) for shard in ranks] == [[0], [1, 2, 3, 4, 5], [6, 7]]
+    assert ranks[0].parts == (1, 5, 2)
+    for step in (0, 1):
+        slices = [batch for each in taken for batch in each[step]]
+        assert [len(batch) for batch in slices] == [3, 3, 3, 3, 2, 2, 2, 2]
+        assert [place for batch in slices for place in batch] == list(range(20 * step, 20 * step + 20))
+    ranks[1].deal(None)
+    assert list(ranks[1].own) == [2, 3]

@@ -37,6 +37,7 @@ from polytempo.report.status.records import (
     TrainRow,
     line_of,
     record_of,
+    records_in,
 )
 from polytempo.report.status.rows import read_rows
 from polytempo.report.status.stream import RunStream, follow, status_in, stream
@@ -357,3 +358,50 @@ def test_a_run_without_a_launcher_has_a_status_while_it_goes_on_and_without_a_re
     found = status_in(tmp_path)
     assert found is not None
     assert (found.state, found.why) == ("failed", "NaN in step 3")
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_lines_are_decoded_together_as_one_by_one(brief: bool) -> None:
+    """A brief reader leaves out `more`, but for the last row of each kind and rows with a noise scale."""
+    rows = [{"kind": "train", "step": step, "loss": 1.0, "compute_s": 0.5} for step in range(1, 6)]
+    rows[1] |= {"noise_scale": 3.0}
+    rows.append(rows[0] | {"kind": "test"})
+    lines = [json.dumps(row).encode() for row in rows] + [line_of(record).encode() for record in KINDS]
+    single = [record_of(json.loads(line)) for line in lines]
+    rows_of = [number for number, record in enumerate(single) if isinstance(record, TrainRow | TestRow)]
+    left_out = [number for number in rows_of if brief and number not in (1, 4, 5)]
+    assert left_out == ([0, 2, 3] if brief else [])
+    expected = [msgspec.structs.replace(each, more={}) if n in left_out else each for n, each in enumerate(single)]
+    assert records_in(lines, brief=brief) == expected
+    assert records_in([*lines, b'{"kind": "of the future"}']) == single
+    with pytest.raises(ValueError, match="not a JSON object"):
+        records_in([*lines, b"[]"])
+
+
+def test_a_brief_reader_has_the_last_exchange_of_each_worker() -> None:
+    """A run writes one for each row, and the live page shows one."""
+    exchanges = [
+        ExchangeRow(step=step, since_step=step - 1, waited_s=0.0, ops={}, worker=None if step < 4 else step % 20)
+        for step in range(1, 50)
+    ]
+    rows: list[StreamRecord] = [TrainRow(step=step, loss=1.0) for step in range(1, 50)]
+    records = [record for pair in zip(rows, exchanges, strict=True) for record in pair]
+    lines = [line_of(record).encode() for record in records]
+    kept = [exchanges[2], *exchanges[-20:]]
+    assert records_in(lines) == records
+    assert records_in(lines, brief=True) == [each for each in records if each in rows or each in kept]
+
+
+def test_a_broken_row_hides_no_event_and_is_told_until_it_is_mended(tmp_path: Path) -> None:
+    with logged(tmp_path, START):
+        pass
+    broken, whole = b'{"kind": "train", "step": 1, "loss": 1.0}\n[]\n', b'{"kind": "train", "step": 1, "loss": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(broken)
+    source = RunStream(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="remove that line"):
+            source.look()
+    (tmp_path / "mended").write_bytes(whole)
+    (tmp_path / "mended").replace(tmp_path / "metrics.jsonl")
+    assert [type(record) for record in source.look()] == [RunStarted, TrainRow, RunFinished]
+    assert source.look() == []

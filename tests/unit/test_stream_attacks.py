@@ -45,7 +45,7 @@ from polytempo.report.status.records import (
 from polytempo.report.status.rows import RowFollower, last_rows, read_rows
 from polytempo.report.status.stream import RunStream, ends_of, follow, status_in, stream
 from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
-from polytempo.ui.run_columns import RunColumns
+from polytempo.ui.of_run.run_columns import RunColumns
 from polytempo.ui.run_list import facts_of
 
 START = RunStarted(job="job", strategy="s()", world="process", workers=2)

@@ -54,7 +54,7 @@ def dealt(pieces: Sequence[Sequence[int]], size: int, steps: int, state: Any = N
         shard = DataShard(given, rank=rank, size=size, batch_size=2, agree=agree)
         if state is not None:
             shard.load_state_dict(state)
-        assert not shard.reads_all
+        assert shard.pieces is not None
         seen, shares = list[int](), list[float | None]()
         for _, batch in zip(range(steps), shard, strict=False):
             seen += batch[: shard.local_samples].tolist()
@@ -111,7 +111,7 @@ def test_a_loader_and_mistakes() -> None:
     with pytest.raises(ValueError, match="num_pieces=5, this run has num_pieces=6"):
         longer.load_state_dict(state)
     assert longer.at(rank=0, size=1).state_dict() == longer.state_dict()
-    assert DataShard(Pieces(PIECES), rank=0, size=6, batch_size=2, agree=lambda row: [row]).reads_all
+    assert DataShard(Pieces(PIECES), rank=0, size=6, batch_size=2, agree=lambda row: [row]).pieces is None
     alone = DataShard(Pieces([[], []]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
     with pytest.raises(ValueError, match="0 samples cannot be dealt"):
         list(alone)
@@ -120,5 +120,5 @@ def test_a_loader_and_mistakes() -> None:
         list(epochs)
         assert {piece.epoch for piece in epochs.pieces._pieces} == {epoch}  # type: ignore[union-attr, attr-defined]
     whole = DataShard(Pieces([range(3)]), rank=0, size=1, batch_size=2, agree=lambda row: [row])
-    assert whole.reads_all
+    assert whole.pieces is None
     assert torch.cat(list(whole)).tolist() == [0, 1, 2]

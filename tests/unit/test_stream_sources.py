@@ -321,6 +321,18 @@ def test_parquet_columns_become_tensors() -> None:
     assert list(data.parquet("memory://a.parquet", columns=["name"])) == [{"name": "a"}, {"name": "b"}]
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"])
+def test_numbers_of_arrow_are_not_copied(kind: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from polytempo.data.streams.sources.arrow_rows import arrow_rows
+
+    column = arrow.array(np.arange(9, dtype=kind))
+    rows = list(arrow_rows(arrow.record_batch({"n": column}).slice(2)))
+    assert [row["n"].item() for row in rows] == list(range(2, 9))
+    size = rows[0]["n"].element_size()
+    assert [row["n"].data_ptr() for row in rows] == [column.buffers()[1].address + n * size for n in range(2, 9)]
+
+
 @pytest.mark.parametrize("ending", ["npy", "bin"])
 @given(size=st.integers(0, 40), length=st.integers(1, 9))
 def test_each_token_is_predicted_once(ending: str, size: int, length: int) -> None:

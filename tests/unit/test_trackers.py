@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from urllib.request import urlopen
 
 import msgspec
@@ -48,6 +51,7 @@ from polytempo.trackers import TrackedRun, Tracker, table, tracked
 from polytempo.trackers.bookmark import Bookmark
 from polytempo.trackers.feed import TrackerFeed
 from polytempo.trackers.words import sentence
+from polytempo.training.observe import whole_checkpoint
 from polytempo.worlds.trace import Event, write_chrome_trace
 from unit.test_profiles import profile_of
 
@@ -488,6 +492,45 @@ def test_a_resumed_run_is_the_same_run_and_no_row_comes_twice(tmp_path: Path) ->
     assert [call for call in third.calls if call[0] == "log"] == [("log", 1), ("log", 2)]
 
 
+class Buffering(Noted):
+    """Loses its records if its process ends before `finish`."""
+
+    def kept_s(self) -> float:
+        return 0.0
+
+
+def test_records_that_a_library_has_not_written_are_given_again_after_a_resume(tmp_path: Path) -> None:
+    written(tmp_path, range(1, 4), 2)
+    lost, again = Buffering("finish"), Noted()
+    fed(tmp_path, lost)
+    written(tmp_path, range(3, 6), 2, resumed_at=2)
+    fed(tmp_path, again, resumed=True)
+    assert again.calls[0] == lost.calls[0], "the identity"
+    assert [call for call in again.calls if call[0] == "log"] == [("log", step) for step in range(1, 6)]
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_a_place_between_two_records_of_a_step_loses_neither(kept: int, tmp_path: Path) -> None:
+    """Nor does a part that begins before that step give its records twice."""
+    start = RunStarted(job="j", strategy="s", world="process", workers=1)
+    records = [Logged(step=step, values={"a": 1.0}) for step in (1, 1, 2, 2, 2, 3)]
+    first = Bookmark.of(tmp_path, "mine", fresh=True)
+    assert all(first.is_new(record) for record in records[:kept])
+    first.write()
+    again = Bookmark.of(tmp_path, "mine", fresh=False)
+    assert [again.is_new(each) for each in [start, *records]] == [False] * (1 + kept) + [True] * (6 - kept)
+    assert not any(again.is_new(each) for each in [start, *records])
+
+
+def test_places_are_bounded_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polytempo.trackers.feed._MOST_PLACES", 3)
+    feed = TrackerFeed("mine", Noted, facts(tmp_path), print)
+    bookmark = Bookmark.of(tmp_path, "mine", fresh=True)
+    for _ in range(5):
+        feed._keep(Buffering(), bookmark)
+    assert len(feed._places) == 3
+
+
 @pytest.mark.parametrize("wrong", ["start", "log", "event", "finish"])
 def test_a_tracker_that_raises_is_named_once(wrong: str, tmp_path: Path) -> None:
     written(tmp_path, range(1, 4), 2)
@@ -533,3 +576,37 @@ def test_rows_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
 def test_two_trackers_of_a_name_have_names_of_their_own() -> None:
     given = [t.wandb("a"), Noted(), t.wandb("b"), Noted()]
     assert list(tracked._by_name(given)) == ["wandb", "Noted", "wandb-2", "Noted-2"]
+
+
+def test_an_mlflow_run_ends_before_its_artifacts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that fails, or that the end of the process cuts short, leaves no run as RUNNING, and no file outside."""
+    library, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    library.MlflowClient = object  # type: ignore[attr-defined]
+    for name in ("Metric", "Param", "RunTag"):
+        setattr(entities, name, tuple)
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.delitem(sys.modules, "polytempo.trackers.adapters.mlflow_run", raising=False)
+    adapter = import_module("polytempo.trackers.adapters.mlflow_run")
+    monkeypatch.delitem(sys.modules, "polytempo.trackers.adapters.mlflow_run")
+    calls: list[str] = []
+
+    class Client:
+        def set_terminated(self, run: str, state: str) -> None:
+            calls.append(state)
+
+        def log_artifact(self, run: str, file: str, folder: str) -> None:
+            calls.append(str(Path(file).relative_to(tmp_path)))
+            raise ValueError("no room at the server")
+
+    def export(run: Path, file: Path) -> None:
+        file.parent.mkdir(parents=True)
+        file.touch()
+
+    monkeypatch.setattr(whole_checkpoint, "export_checkpoint", export)
+    run = adapter.MlflowRun(None, "e")
+    run._folder, run._is_local, run._client, run._run = tmp_path, True, Client(), "r"
+    with pytest.raises(ValueError, match="no room at the server"):
+        run.finish(RunFinished(state="finished"))
+    assert calls == ["FINISHED", "trackers/mlflow-r/model.safetensors"]
+    assert list((tmp_path / "trackers").iterdir()) == []

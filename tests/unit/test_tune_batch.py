@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,8 +137,14 @@ asked = asking("tune", "batch")
 def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     noisy(tmp_path)
     monkeypatch.chdir(tmp_path)
-    out, _ = asked(capsys, "noisy.py:job", "--workers", "4", "--budget", "2")
-    assert out.startswith("polytempo train noisy.py:job --workers 4 --global-batch-size ")
+    url = "https://me:key@host/a&b.csv?signed=1"
+    options = ("--data", url, "--workers", "4", "--budget", "2", "--out", "tune", "--ui")
+    out, err = asked(capsys, "noisy.py:job", *options)
+    assert err.startswith("live page: http://127.0.0.1:")
+    kept = json.loads((tmp_path / "tune" / "tune.trials.json").read_text())["command"]
+    for command, data in ((out, url), (kept, "https://host/a&b.csv")):
+        given = ["--data", data, "--workers", "4", "--global-batch-size"]
+        assert shlex.split(command.partition("\n")[0])[:8] == ["polytempo", "train", "noisy.py:job", *given]
     for said in ("samples in a step", "learning rate", "workers that pay", "noise scale", "range test", "Unsure:"):
         assert said in out
     plain = json.loads(asked(capsys, "noisy.py:job", "--budget", "2", "--json")[0])
@@ -154,6 +161,7 @@ def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         (("digits", "--extra", "0"), "--extra 0: must be a "),
         (("digits", "--budget", "-1"), "--budget -1: must be a "),
         (("digits", "--seed", "-1"), "--seed -1: must be a "),
+        (("digits", "--ui"), "--ui needs --out, to show its files; add --out runs/tune"),
     ],
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

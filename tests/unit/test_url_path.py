@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 from object_store import bucket
@@ -76,6 +78,24 @@ def test_members_mean_what_they_mean_in_a_path(tmp_path: Path, kind: str) -> Non
     assert refused.value.filename == str(file)
     folder.remove()
     assert folder.names() == []
+
+
+def test_a_limit_holds_where_no_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a web server without Content-Length, whose answers come in pieces."""
+
+    class Pieces(BytesIO):
+        def read(self, most: int | None = -1) -> bytes:
+            assert most is not None
+            return super().read(min(most, 3))
+
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *_, **__: {"name": "x", "size": None, "type": "file"})
+    for limit, read in ((7, 7), (11, 10), (0, 0)):
+        stream = Pieces(b"0123456789")
+        with monkeypatch.context() as patched:
+            patched.setattr(stream, "close", lambda: None)
+            patched.setattr(MemoryFileSystem, "open", lambda *_, stream=stream, **__: stream)
+            assert UrlPath("memory://x").read(limit) == b"0123456789"[:limit]
+            assert stream.tell() == read
 
 
 def test_whole_files_go_to_a_url_like_to_a_path(tmp_path: Path) -> None:

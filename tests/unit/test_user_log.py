@@ -108,6 +108,12 @@ def test_a_huge_text_is_cut(rows: Rows) -> None:
         pt.training.log_text("sample", 3)  # type: ignore[arg-type]
 
 
+def test_the_name_of_rounds_is_the_library_s(rows: Rows) -> None:
+    with pytest.raises(ValueError, match=r"clients/round is the text that the library writes.*take another name"):
+        pt.training.log_text("clients/round", "round 0 of 10000000 clients: ")
+    assert rows == []
+
+
 PICTURES: dict[str, tuple[Any, list[Any]]] = {
     "gray": (torch.tensor([[0, 255, 7]], dtype=torch.uint8), [[0, 255, 7]]),
     "floats": (np.array([[0.0, 1.0], [0.5, 2.0], [np.nan, -1.0]]), [[0, 255], [128, 255], [0, 0]]),

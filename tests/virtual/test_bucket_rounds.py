@@ -151,7 +151,7 @@ def test_a_run_without_values_has_the_same_price_and_stragglers_are_waited_for()
         pt.simulate(job, "diloco(period=4)", workers=workers, steps=8, meta=True, cluster=LINK).seconds
         for workers in (2, 64)
     ]
-    costs = [round_cost(timed.transform, parameters, workers).seconds(12.5e6, 0.02) for workers in (2, 64)]
+    costs = [round_cost(timed.meeting, parameters, workers).seconds(12.5e6, 0.02) for workers in (2, 64)]
     assert priced[1] - priced[0] == pytest.approx(2 * (costs[1] - costs[0]), rel=1e-9)
     slow = replace(LINK, stragglers=pt.cluster.slow_host(0, 100.0))
     assert pt.simulate(job, "diloco(period=4)", workers=2, steps=8, meta=True, cluster=slow).seconds > priced[0]

@@ -39,7 +39,7 @@ def test_seeds_bring_every_rule_and_every_fault() -> None:
     """Else a green run would say little."""
     drawn = [draw(seed) for seed in range(SEEDS)]
     rules = {scenario.rule.name.partition("(")[0] for scenario in drawn}
-    expected = {"on_arrival", "softsync", "first", "all_but", "within", "hardsync", "quorum"}
+    expected = {"on_arrival", "softsync", "first", "all_but", "within", "hardsync", "quorum", "regional"}
     assert rules == expected, f"a new rule of draw_rule belongs here: {rules ^ expected}"
     faults = {type(fault).__name__ for scenario in drawn for fault in scenario.plan.faults}
     assert faults == {"LinkCut", "ProcessPause", "Death"}

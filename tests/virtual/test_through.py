@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -15,9 +15,9 @@ from laws.codecs import ROWS, Row
 from polytempo import compression as c
 from polytempo.aggregation import krum, median, merged, trimmed_mean, vote
 from polytempo.collectives import ring, tree
-from polytempo.compression.exchange.packing import stripes, whole
+from polytempo.compression.exchange.packing import Packing, stripes, whole
 from polytempo.compression.exchange.through import through
-from polytempo.core import Bundle, NotFinite, Port, State, Strategy, Transform
+from polytempo.core import Bundle, Codec, NotFinite, Port, State, Strategy, Transform
 from polytempo.core.state import restored, saved
 from polytempo.spec.explanation import explain
 from polytempo.worlds import VirtualWorld
@@ -66,6 +66,34 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(way: Way, num_rank
         total = arrived + torch.stack([left(rank.state, dtype) for rank in ranks]).sum(0)
         error = (total - weighted(num_ranks, dtype, STEPS)).abs().max()
         assert float(error) <= tolerance(way, num_ranks, dtype)
+
+
+@pytest.mark.parametrize("codec", [c.top_k(0.1), c.threshold(density=0.1)], ids=str)
+def test_virtual_ranks_decode_gathered_wires_once(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N wires for all ranks in place of N for each, in memory of each rank's own; with the bits of real ranks, as
+    `agreement` holds."""
+    decoded, add_ = [], Packing.add_
+
+    def counted(self: Packing, message: Tensor, outs: Mapping[str, Tensor], step: int, rank: int) -> None:
+        decoded.append((step, rank))
+        add_(self, message, outs, step, rank)
+
+    monkeypatch.setattr(Packing, "add_", counted)
+
+    async def program(port: Port) -> list[Tensor]:
+        transform, answers = through(codec, exact_below=EXACT_BELOW), list[Tensor]()
+        state = transform.init(Bundle(values(0, port.rank, torch.float32)))
+        for step in (1, 2):
+            answer, state = await transform.apply(port, Bundle(values(step, port.rank, torch.float32), 0.2), state)
+            assert answer is not None
+            answers.append(answer.flat.clone())
+            answer.flat.zero_()  # a bundle belongs to the function that gets it
+        return answers
+
+    first, *others = VirtualWorld(CLUSTER, 5).run(program).results
+    assert decoded == [(step, rank) for step in (1, 2) for rank in range(5)]
+    assert all(torch.equal(torch.stack(first or []), torch.stack(other or [])) for other in others)
+    assert (torch.stack(first or []) != 0).any(1).all()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.fed or way.row.feeds_itself], ids=label)

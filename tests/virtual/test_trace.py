@@ -17,6 +17,7 @@ from helpers import CLUSTER
 from polytempo.cluster import lognormal
 from polytempo.collectives import ring
 from polytempo.core import Port
+from polytempo.core.system.files import TAILS
 from polytempo.worlds import (
     MOST_WRITTEN,
     Event,
@@ -28,6 +29,7 @@ from polytempo.worlds import (
     write_chrome_trace,
 )
 from polytempo.worlds.trace import OpTotals
+from polytempo.worlds.trace_tail import EVERY_S, MOST_TAILS, TraceTail, read_tail, tail_of
 
 NOISY = replace(CLUSTER, stragglers=lognormal(0.5))
 
@@ -220,3 +222,76 @@ def test_an_event_of_a_group_is_that_of_each_of_its_ranks(max_events: int) -> No
     assert short.bytes_sent == long.bytes_sent
     assert list(short.messages.items()) == list(long.messages.items())
     assert list(short.seconds.items()) == list(long.seconds.items())
+
+
+# ---------------------------------------------------------------- the tail of a run that goes on
+
+
+class Shown:
+    """A tail that is due whenever it is asked, and keeps the events that come."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.rest_s, self.events = most, 0.0, list[Event]()
+
+    def show(self, events: list[Event]) -> None:
+        self.events = events
+
+
+@pytest.mark.parametrize("groups", [None, {0: range(3)}])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_tail_has_the_last_events_and_changes_no_hash(groups: dict[int, range] | None, timed: bool) -> None:
+    watched, alone, tail = *(Trace(timed=timed, groups=groups) for _ in range(2)), Shown(4)
+    watched.show_in(tail)
+    for trace in (watched, alone):
+        for number in range(600):
+            trace.add(Event(0, number, "compute", 0, float(number), number + 0.5))
+    shown = [event.step for event in tail.events]
+    assert len(shown) == 4
+    assert shown[-1] == (511 if timed else 599)  # under a virtual clock it looks once in 512 events
+    assert watched.excerpt(10) == alone.excerpt(10)
+    for number in range(600):
+        watched.add(Event(0, number, "send", 0, 0.0, 0.0))
+    assert {event.op for event in tail.events} == {"compute"}  # the excerpt was the run's end
+
+
+def test_a_tail_is_written_after_a_second_and_then_every_five(tmp_path: Path) -> None:
+    now_s = [0.0]
+    (tmp_path / TAILS).mkdir()
+    tail = TraceTail(tmp_path / TAILS / "0.json", 2, lambda: now_s[0])
+    trace = Trace(timed=False)
+    trace.show_in(tail)
+    written = list[int]()
+    for step in range(15):
+        now_s[0] = step / 2
+        trace.add(Event(0, step, "send", 8, now_s[0], now_s[0], 1))
+        found = read_tail(tmp_path / TAILS / "0.json") if (tmp_path / TAILS / "0.json").exists() else []
+        written += [event.step for event in found[-1:]]
+    assert sorted(set(written)) == [2, 2 + 2 * int(EVERY_S)]
+
+
+def test_a_whole_trace_takes_the_place_of_tails_and_no_link_is_followed(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    event = Event(0, 0, "compute", 0, 0.0, 1.0)
+    tail, missing = tail_of(run, 3), tail_of(tmp_path / "missing", 3)
+    assert tail is not None
+    assert missing is not None
+    assert tail_of(run, MOST_TAILS) is tail_of(None, 0) is None
+    missing.show([event])
+    assert not (tmp_path / "missing").exists()
+    tail.show([event])
+    assert read_tail(run / TAILS / "3.json") == [event]
+    write_chrome_trace(run / "trace.json", [event], title="a test")
+    assert [each.name for each in run.iterdir()] == ["trace.json"]
+    tail.show([event])
+    (run / TAILS / "4.json.tmp").touch()  # of a process that was killed as it wrote
+    (run / TAILS / "thesis.txt").touch()
+    write_chrome_trace(run / "trace.json", [event], title="a test")
+    assert [each.name for each in (run / TAILS).iterdir()] == ["thesis.txt"]
+    (run / TAILS / "thesis.txt").unlink()
+    (run / TAILS).rmdir()
+    (run / TAILS).symlink_to(other)
+    tail.show([event])
+    write_chrome_trace(run / "trace.json", [event], title="a test")
+    assert list(other.iterdir()) == []

@@ -8,6 +8,7 @@ from polytempo.aggregation.low_rank_directions import low_rank_directions
 from polytempo.aggregation.mean import mean, moving_average, senders_mean
 from polytempo.aggregation.mix import mix, mix_anchors, push_sum
 from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov, quasi_global
+from polytempo.aggregation.outer_optimizers import adam, delayed_nesterov, schedule_free
 from polytempo.aggregation.peer_models import peer_models
 from polytempo.aggregation.rare_variance import rare_variance
 from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean, vote
@@ -16,10 +17,12 @@ from polytempo.core.arithmetic.merge import Merge
 __all__ = [
     "Graph",
     "Merge",
+    "adam",
     "adaptive_sum",
     "adasum",
     "bulyan",
     "complete",
+    "delayed_nesterov",
     "exponential_graph",
     "from_anchor",
     "frozen_adam",
@@ -43,6 +46,7 @@ __all__ = [
     "random_targets",
     "rare_variance",
     "ring_graph",
+    "schedule_free",
     "senders_mean",
     "signs",
     "trimmed_mean",

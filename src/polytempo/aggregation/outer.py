@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Port, Promise, State, Transform, inside
+from polytempo.core import Bundle, Cost, Port, Promise, State, Transform, call_name, identity, inside
 from polytempo.core.cost import num_bytes
 from polytempo.core.state import AnchorState
 from polytempo.core.transform import cost_of
@@ -59,7 +59,8 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
 
     With lr = 1 and μ = 0 it hands Δ on.
     """
-    return _outer(lr, momentum, lambda moved, velocity: moved + momentum * velocity)
+    name = call_name(nesterov, locals())
+    return _outer(name, lr, momentum, lambda moved, velocity: moved + momentum * velocity)
 
 
 def heavy_ball(lr: float = 1.0, momentum: float = 0.7, clip: float | None = None) -> Transform:
@@ -67,16 +68,19 @@ def heavy_ball(lr: float = 1.0, momentum: float = 0.7, clip: float | None = None
 
     `clip`: the largest size of an element of v.
     """
-    return _outer(lr, momentum, lambda moved, velocity: velocity, clip)
+    name = call_name(heavy_ball, locals())
+    return _outer(name, lr, momentum, lambda moved, velocity: velocity, clip)
 
 
 def _outer(
-    lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Tensor], clip: float | None = None
+    name: str, lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Tensor], clip: float | None = None
 ) -> Transform:
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is the largest size of an element of the outer momentum, and over 0; got {clip}")
     if not lr > 0 or not 0 <= momentum < 1:
         raise ValueError(f"the outer optimizer needs lr > 0 and momentum in [0, 1), got {lr} and {momentum}")
+    if (lr, momentum, clip) == (1, 0, None):
+        return identity()._replace(name=name)
 
     def init(parameters: Bundle) -> MomentumState:
         return MomentumState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
@@ -90,7 +94,7 @@ def _outer(
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost(memory_bytes=num_bytes(parameters))
 
-    return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost)
+    return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost, name=name)
 
 
 class QuasiGlobalState(NamedTuple):

@@ -58,7 +58,7 @@ class GridPlan(NamedTuple):
     """The plan of the benchmark. `turn_s`: how long a setting's turn lasts, at least three steps."""
 
     job: Job
-    data: Path | None
+    data: str | Path | None
     cores: int
     batch_size: int | None
     """Samples of a worker; None: the job's."""

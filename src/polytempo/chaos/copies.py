@@ -53,9 +53,11 @@ class Copies:
         return self._shards[node]
 
     def counts(self, node: Node) -> Tensor:
-        """The count of each ticket, from this copy's weights and sum, shape (tickets,)."""
+        """The count of each ticket, from this copy's weights, sum and regions' movements, shape (tickets,)."""
         weights = node.shard._weights
-        return weights.present - weights.total if weights.summed and weights.total is not None else weights.present
+        if weights.summed and weights.total is not None:
+            return weights.present - weights.total
+        return sum((region.weights.present - region.begun for region in node.shard._regions), weights.present)
 
     def node(self, number: int) -> Node | None:
         """The copy on node `number`, if it lives and has a state."""
@@ -111,6 +113,9 @@ def _same(one: Shard, other: Shard) -> bool:
     mine, theirs = one._weights, other._weights
     if _facts(one) != _facts(other) or not torch.equal(mine.present, theirs.present):
         return False
+    for region, its in zip(one._regions, other._regions, strict=True):
+        if not (torch.equal(region.weights.present, its.weights.present) and torch.equal(region.begun, its.begun)):
+            return False
     return not mine.summed or (
         mine.total is not None and theirs.total is not None and torch.equal(mine.total, theirs.total)
     )
@@ -125,4 +130,5 @@ def _facts(shard: Shard) -> tuple[object, ...]:
     return (
         *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._roster.members, known, waiting),
         *(shard.decisions.applied.tuples, shard.decisions.dropped, shard.decisions.refused),
+        {number: region.version for number, region in shard._regions.dump().items()},
     )

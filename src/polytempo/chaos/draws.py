@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 from polytempo.chaos.checkers import Promises
 from polytempo.chaos.network import ANY_NODE, Death, Fault, FaultPlan, LinkCut, ProcessPause, Weather
-from polytempo.core.rule import Action, Add, Arrival, Rule, RuleState, Situation, Update
+from polytempo.core.rule import Action, Add, Arrival, MergeRegion, Rule, RuleState, Situation, Update
 from polytempo.server.rules.asynchronous import on_arrival, softsync, within
+from polytempo.server.rules.regional import regional
 from polytempo.server.rules.synchronous_step import all_but, first, hardsync, quorum
 
 
@@ -28,13 +29,15 @@ class DrawnRule(NamedTuple):
     waits: bool = False
 
 
-def draw_rule(random: Random, workers: int) -> DrawnRule:
+def draw_rule(random: Random, workers: int, shards: int) -> DrawnRule:
     """Draw a rule, with the dealing of the strategy that uses it.
 
-    Give a new rule a number that another one can spare (0 is `on_arrival`, too), and leave the range as it is: then
-    the seeds that draw the other rules stay the same, and with them the bugs that they find.
+    Give a new rule a number that another one can spare, and leave the range as it is: then the seeds that draw the
+    other rules stay the same, and with them the bugs that they find.
     """
     kind = random.randrange(7)
+    if kind == 0 and workers > 2 and shards == 1:
+        return DrawnRule(regional(2, workers - 1), Promises(reads_own=False))
     if kind == 1:
         return DrawnRule(softsync(random.randint(1, workers)), Promises(reads_own=False))
     if kind == 2 and workers > 2:
@@ -60,7 +63,7 @@ def draw_hosts(random: Random, rule: Rule, workers: int) -> tuple[tuple[int, ...
 
 
 def undivided(rule: Rule) -> Rule:
-    """The same decisions, but every gradient counts 1: then weights are whole numbers that count tickets."""
+    """The same decisions, but gradients and movements count 1: then weights are whole numbers that count tickets."""
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         after, actions = rule.receive(state, arrival, situation)
@@ -181,6 +184,6 @@ def _moment(random: Random, lasts_s: float) -> float:
 
 
 def _counting_one(action: Action) -> Action:
-    if isinstance(action, Add):
+    if isinstance(action, Add | MergeRegion):
         return action._replace(rate=1.0)
     return action._replace(divisor=1.0) if isinstance(action, Update) else action

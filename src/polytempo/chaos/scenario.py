@@ -111,7 +111,7 @@ def draw(seed: int) -> Scenario:
     """Draw all choices of a run from its seed."""
     random = Random(seed)
     workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.choice([0, 1, 1])
-    drawn = draw_rule(random, workers)
+    drawn = draw_rule(random, workers, shards)
     epochs = random.randint(1, 3)
     per_epoch = -(-random.randint(20, 60) // (workers * epochs)) * workers
     least_s = random.choice([0.01, 0.03])

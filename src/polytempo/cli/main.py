@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -33,7 +34,7 @@ from polytempo.cli.options.request import (
     sweep_request,
     train_request,
 )
-from polytempo.cli.options.shown_page import live_page
+from polytempo.cli.options.shown_page import live_page, page_below
 from polytempo.cli.options.story import Story
 from polytempo.cli.options.values import is_folder
 from polytempo.cli.predict.plan_commands import plan
@@ -283,9 +284,10 @@ def validate(asked: ValidateOptions) -> None:
 
     RUN is the run's folder. Says which component (computing, or a kind of communication) is behind most of the error.
     """
-    from polytempo.cli.predict.validate import validate as command  # imports torch, which takes seconds
+    with page_below(str(asked.folder.parent), asked.folder.name) if asked.ui else nullcontext():
+        from polytempo.cli.predict.validate import validate as command  # imports torch, which takes seconds
 
-    command(asked)
+        command(asked)
 
 
 @app.command()

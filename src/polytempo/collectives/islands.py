@@ -14,25 +14,30 @@ from torch import Tensor
 from polytempo.core import Port, Route
 from polytempo.core.cost import route_name
 
+Islands = int | tuple[tuple[int, ...], ...]
+"""The number of islands of consecutive ranks, or the ranks of each, its leader first."""
 
-def islands_of(size: int, number: int) -> list[range]:
+
+def islands_of(size: int, number: Islands) -> Sequence[Sequence[int]]:
     """The ranks of each of `number` islands; with fewer ranks than that, an island each.
 
     >>> islands_of(5, 2)
     [range(0, 3), range(3, 5)]
     """
+    if isinstance(number, tuple):
+        return number
     number = min(number, size)
     each, longer = divmod(size, number)
     begins = [i * each + min(i, longer) for i in range(number + 1)]
     return [range(a, b) for a, b in pairwise(begins)]
 
 
-def inside(port: Port, number: int) -> Port:
+def inside(port: Port, number: Islands) -> Port:
     """The group of this rank's island."""
     return port.among(next(ranks for ranks in islands_of(port.size, number) if port.rank in ranks))
 
 
-def leaders(port: Port, number: int) -> Port:
+def leaders(port: Port, number: Islands) -> Port:
     """The group of the islands' first ranks, which this rank must be one of."""
     return port.among([ranks[0] for ranks in islands_of(port.size, number)])
 
@@ -42,7 +47,7 @@ class OnIslands:
     """A route of sums within each island, all at the same time, or of a sum over the `leading` ranks alone."""
 
     route: Route
-    number: int
+    number: Islands
     leading: bool = False
 
     @property

@@ -8,31 +8,26 @@ island 1: 3 ⇄ 4 ⇄ 5
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polytempo.collectives.islands import OnIslands, inside, islands_of, leaders
+from polytempo.collectives.islands import Islands, OnIslands, inside, islands_of, leaders
 from polytempo.core import Bundle, Cost, Port, Promise, State, Transform, averaging, native
 from polytempo.core.cost import Exchange, Sent, at_once, num_bytes, told
 from polytempo.core.state import Residual, tuple_like
 from polytempo.core.transform import cost_of
 
 
-def within_islands(transform: Transform, number: int) -> Transform:
+def within_islands(transform: Transform, number: Islands) -> Transform:
     """`transform` within each of `number` islands. A rank's share of the whole becomes its share of its island.
 
     Cost: `transform`'s in each island, at the same time; where batches are uneven, 8 bytes more.
     """
     statistics = transform.beside or averaging(native)
-
-    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
-        island = inside(port, number)
-        found, state = await transform.apply(island, await _shared(island, bundle), state)
-        alone = found is bundle and port.size > 1  # ranks have an answer together, or none has
-        return (bundle.with_flat(bundle.flat) if alone else found), state
 
     async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
         island = inside(port, number)
@@ -43,7 +38,22 @@ def within_islands(transform: Transform, number: int) -> Transform:
         columns = zip_longest(*(one.exchanges for one in each))
         return Cost(tuple(_at_once(column, number) for column in columns), max(one.memory_bytes for one in each))
 
+    apply = WithinIslands(transform, number)
     return Transform(transform.init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+
+
+@dataclass(frozen=True)
+class WithinIslands:
+    """The `apply` of `within_islands`."""
+
+    transform: Transform
+    number: Islands
+
+    async def __call__(self, port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
+        island = inside(port, self.number)
+        found, state = await self.transform.apply(island, await _shared(island, bundle), state)
+        alone = found is bundle and port.size > 1  # ranks have an answer together, or none has
+        return (bundle.with_flat(bundle.flat) if alone else found), state
 
 
 class IslandState(NamedTuple):
@@ -52,7 +62,7 @@ class IslandState(NamedTuple):
     inner: State
 
 
-def between_islands(transform: Transform, number: int) -> Transform:
+def between_islands(transform: Transform, number: Islands) -> Transform:
     """`transform` between the first ranks of `number` islands; each hands the answer and the state to its island.
 
     So every rank can go on alone. A `Residual` stays with the first rank.
@@ -62,13 +72,6 @@ def between_islands(transform: Transform, number: int) -> Transform:
 
     def init(parameters: Bundle) -> IslandState:
         return IslandState(transform.init(parameters))
-
-    async def apply(port: Port, bundle: Bundle, state: IslandState) -> tuple[Bundle | None, IslandState]:
-        island, inner = inside(port, number), state.inner
-        if island.rank == 0:
-            found, inner = await transform.apply(leaders(port, number), bundle, inner)
-            bundle = bundle if found is None else found
-        return await _handed(island, bundle), IslandState(await _handed(island, inner))
 
     async def beside(port: Port, bundle: Bundle, state: IslandState) -> Bundle:
         island = inside(port, number)
@@ -87,7 +90,23 @@ def between_islands(transform: Transform, number: int) -> Transform:
             found.append(Exchange("broadcast", at_once([told(leaf, len(r)) for r in islands if len(r) > 1])))
         return Cost(tuple(found), between.memory_bytes)
 
+    apply = BetweenIslands(transform, number)
     return Transform(init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+
+
+@dataclass(frozen=True)
+class BetweenIslands:
+    """The `apply` of `between_islands`."""
+
+    transform: Transform
+    number: Islands
+
+    async def __call__(self, port: Port, bundle: Bundle, state: IslandState) -> tuple[Bundle | None, IslandState]:
+        island, inner = inside(port, self.number), state.inner
+        if island.rank == 0:
+            found, inner = await self.transform.apply(leaders(port, self.number), bundle, inner)
+            bundle = bundle if found is None else found
+        return await _handed(island, bundle), IslandState(await _handed(island, inner))
 
 
 async def _shared(island: Port, bundle: Bundle) -> Bundle:
@@ -103,7 +122,8 @@ async def _handed(island: Port, given: Any) -> Any:
     if island.size == 1 or isinstance(given, Residual):
         return given
     if isinstance(given, Bundle):
-        return given.with_flat(await island.broadcast(given.flat.clone() if island.rank == 0 else given.flat))
+        sent = given.flat.clone() if island.rank == 0 else torch.empty_like(given.flat)
+        return given.with_flat(await island.broadcast(sent))
     if isinstance(given, Tensor):
         return await island.broadcast(given.clone())
     if isinstance(given, dict):
@@ -128,7 +148,7 @@ def _leaves(given: Any) -> Iterator[int]:
         yield torch.float64.itemsize
 
 
-def _at_once(exchanges: tuple[Exchange | None, ...], number: int) -> Exchange:
+def _at_once(exchanges: tuple[Exchange | None, ...], number: Islands) -> Exchange:
     """The same exchange of all islands; the first island is the largest."""
     first = exchanges[0]
     assert first is not None
@@ -136,5 +156,5 @@ def _at_once(exchanges: tuple[Exchange | None, ...], number: int) -> Exchange:
     return first._replace(sent=sent, sums=_routed(first, number, leading=False))
 
 
-def _routed(exchange: Exchange, number: int, *, leading: bool) -> tuple[Any, ...]:
+def _routed(exchange: Exchange, number: Islands, *, leading: bool) -> tuple[Any, ...]:
     return tuple(each._replace(route=OnIslands(each.route, number, leading)) for each in exchange.sums)

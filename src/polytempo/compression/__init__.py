@@ -2,11 +2,11 @@
 
 from polytempo.compression.codecs.cast import bf16, fp16
 from polytempo.compression.codecs.chunk_top_k import chunk_top_k
+from polytempo.compression.codecs.class_means import bins, one_bit
 from polytempo.compression.codecs.dgc import dgc
 from polytempo.compression.codecs.dynamic8 import dynamic8
 from polytempo.compression.codecs.int8 import int8
 from polytempo.compression.codecs.natural import natural
-from polytempo.compression.codecs.one_bit import one_bit
 from polytempo.compression.codecs.pca import pca
 from polytempo.compression.codecs.prune import prune
 from polytempo.compression.codecs.qsgd import qsgd
@@ -26,6 +26,7 @@ from polytempo.compression.exchange.through import through
 __all__ = [
     "all_gather",
     "bf16",
+    "bins",
     "chunk_top_k",
     "delta",
     "dgc",

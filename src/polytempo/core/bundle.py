@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
+
+
+class Observed(NamedTuple):
+    """Numbers of the step that parameters have just made."""
+
+    rate: Tensor | float
+    """The learning rate of the optimizer's first group."""
+    loss: Tensor | None = None
+    """This rank's; None where the step knows none."""
 
 
 class Bundle:
@@ -21,11 +31,11 @@ class Bundle:
         views    "w1": (2, 2)  "b1": (2,)  ...
 
     `share` is this rank's part of the whole: its samples over all ranks' samples, or None where
-    every rank counts the same. Ownership moves with a bundle: a function that is given one may overwrite
-    its flat buffer.
+    every rank counts the same. `observed` are numbers of the step before. Ownership moves with a bundle: a function
+    that is given one may overwrite its flat buffer.
     """
 
-    __slots__ = ("_flat", "_into", "_views", "share", "tensors")
+    __slots__ = ("_flat", "_into", "_views", "observed", "share", "tensors")
 
     def __init__(
         self,
@@ -38,6 +48,7 @@ class Bundle:
         """`tensors` give names, shapes and values; `flat` overrides the values; `into` lends memory to pack into."""
         self.tensors = tensors
         self.share = share
+        self.observed: Observed | None = None
         self._flat = flat
         self._into = into
         self._views: dict[str, Tensor] | None = None
@@ -80,6 +91,7 @@ class Bundle:
     def with_flat(self, flat: Tensor) -> Bundle:
         """The same names and shapes over other values."""
         other = Bundle(self.tensors, self.share, flat=flat)
+        other.observed = self.observed
         if flat is self._flat:
             other._views = self._views
         return other

@@ -18,13 +18,15 @@ Reason = Literal["", "asked", "sum", "stripes", "merge", "sparse", "memory", "wi
 class Steps(NamedTuple):
     """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end.
 
-    `but`: one in so many of them, the last, is left out, where it is not 0.
+    `but`: one in so many of them, the last, is left out, where it is not 0. `rule`: decides on later periods, where
+    there is one.
     """
 
     first: int = 1
     period: int = 1
     last: int | None = None
     but: int = 0
+    rule: str = ""
 
     def has(self, step: int) -> bool:
         """True if `step` is one of them."""
@@ -36,7 +38,7 @@ class Steps(NamedTuple):
     def every(self, period: int) -> Steps:
         """The last of `period` steps for each of these."""
         last = None if self.last is None else self.last * period
-        return Steps(self.first * period, self.period * period, last, self.but)
+        return Steps(self.first * period, self.period * period, last, self.but, self.rule)
 
     def until(self, step: int) -> Steps:
         """The part of them up to `step`."""
@@ -50,7 +52,8 @@ class Steps(NamedTuple):
         often = "every step" if self.period == 1 else f"every {self.period} steps"
         begin = "" if self.first == self.period else f", from step {self.first} on"
         but = f" but one in {self.but}" if self.but else ""
-        return f"{often}{but}{begin}{'' if self.last is None else f', up to step {self.last}'}"
+        rule = f" at first, and then as {self.rule} decides" if self.rule else ""
+        return f"{often}{but}{begin}{'' if self.last is None else f', up to step {self.last}'}{rule}"
 
 
 def ever_rarer(repeats: int, *, longest: int | None = None, last: int | None = None) -> list[Steps]:

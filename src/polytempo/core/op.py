@@ -173,6 +173,8 @@ class AllGather(Collective[list[Tensor]], frozen=True, eq=False):
     """Every member's `buffer` (equal shapes), in the members' order."""
 
     buffer: Tensor
+    read_only: bool = False
+    """True if no member writes to the answer: a world with several members may give all of them the same tensors."""
 
 
 class ReduceScatter(Collective[Tensor], frozen=True, eq=False):
@@ -238,6 +240,8 @@ class Compute(Op[T], frozen=True, eq=False):
     name: str = "compute"
     """As traces show it."""
     uses: Uses = ()
+    source: Tensor | None = None
+    """A tensor of a `read_only` answer: all that have it compute the same tensor, so a virtual world computes once."""
 
 
 class Alone(Compute[T], frozen=True, eq=False):

@@ -76,6 +76,8 @@ class Port:
     """The question that `now` asks."""
     series: int = 0
     """The number of the model that is trained over it, in its world: another one's messages may be under way."""
+    past_step: bool = False
+    """True if operations go on past the step that begins them: see `on_channel_of_series`."""
 
     @property
     def size(self) -> int:
@@ -86,6 +88,9 @@ class Port:
     def world_rank(self) -> int:
         """This rank as the world numbers it."""
         return self.members[self.rank]
+
+    def _by_messages(self, tensor: Tensor) -> bool:
+        return self.past_step and tensor.device.type in ("cpu", "meta") and len(set(self.hosts)) > 1
 
     @property
     def _group(self) -> int:
@@ -139,9 +144,11 @@ class Port:
         """The sum over the group, by the world's own way. `buffer` is given away."""
         return AllReduce(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
-    def all_gather(self, buffer: Tensor) -> Op[list[Tensor]]:
-        """Every rank's `buffer`, in the order of positions."""
-        return AllGather(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+    def all_gather(self, buffer: Tensor, *, read_only: bool = False) -> Op[list[Tensor]] | Program[list[Tensor]]:
+        """Every rank's `buffer`, in the order of positions; `read_only` if no rank writes to the answer."""
+        if self._by_messages(buffer):
+            return gathered_in_ring(self, buffer)
+        return AllGather(buffer, read_only, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
     def reduce_scatter(self, buffer: Tensor) -> Op[Tensor]:
         """This rank's slice of the sum: `buffer` is flat, its numel a multiple of `size`."""
@@ -151,10 +158,12 @@ class Port:
             )
         return ReduceScatter(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
-    def all_to_all(self, pieces: Sequence[Tensor], likes: Sequence[Tensor]) -> Op[list[Tensor]]:
+    def all_to_all(self, pieces: Sequence[Tensor], likes: Sequence[Tensor]) -> Op[list[Tensor]] | Program[list[Tensor]]:
         """Send `pieces[i]` to position i; returns every position's piece for this one, each as long as `likes[i]`."""
         if not len(pieces) == len(likes) == self.size:
             raise ValueError(f"all_to_all needs {self.size} pieces and likes, got {len(pieces)} and {len(likes)}")
+        if self._by_messages(pieces[0]):
+            return exchanged_in_pairs(self, pieces, likes)
         return AllToAll(
             tuple(pieces), tuple(likes), members=self.members, channel=self.channel, timeout_s=self.timeout_s
         )
@@ -173,12 +182,20 @@ class Port:
         """Wait for the whole group."""
         return Barrier(members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
-    def compute(self, work: Callable[[], T], flops: float, name: str = "compute", uses: Uses = ()) -> Op[T]:
+    def compute(
+        self,
+        work: Callable[[], T],
+        flops: float,
+        name: str = "compute",
+        uses: Uses = (),
+        source: Tensor | None = None,
+    ) -> Op[T]:
         """Run `work()`, shown as `name` in traces; a virtual world charges `flops` floating-point operations.
 
-        A virtual world with measured kernels charges `uses` instead, where there are some.
+        A virtual world with measured kernels charges `uses` instead, where there are some. With a `source`, a tensor
+        of a `read_only` answer, `work` makes the same tensor on all ranks that have it, so one may compute for all.
         """
-        return Compute(work, flops, name, uses)
+        return Compute(work, flops, name, uses, source)
 
     def alone(self, work: Callable[[], T], flops: float, uses: Uses = ()) -> Op[T]:
         """Run `work()` while no other rank of this host is in one of these; see `compute`."""
@@ -241,8 +258,11 @@ class Port:
         number = whole._group * MOST_GROUPS + self.mesh.group_number(axes)
         channel = number * CHANNELS_OF_A_GROUP + self._path
         if group.size == whole.size:
-            return replace(whole, channel=whole.channel + self._path, timeout_s=self.timeout_s)
-        return replace(group, channel=channel, timeout_s=self.timeout_s, mesh=self.mesh, whole=whole)
+            return replace(
+                whole, channel=whole.channel + self._path, timeout_s=self.timeout_s, past_step=self.past_step
+            )
+        own = replace(group, channel=channel, timeout_s=self.timeout_s, past_step=self.past_step)
+        return replace(own, mesh=self.mesh, whole=whole)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -274,6 +294,7 @@ class Port:
             timeout_s=self.timeout_s,
             clock=self.clock,
             series=self.series,
+            past_step=self.past_step,
         )
 
     def on_channel(self, number: int) -> Port:
@@ -289,9 +310,11 @@ class Port:
     def on_channel_of_series(self, number: int = 0, of: int = 1) -> Port:
         """Select a channel for messages under way past a step: channel `number` of each model's own series.
 
-        Models with numbers 1023 // `of` apart have the same channels.
+        Models with numbers 1023 // `of` apart have the same channels. Between hosts `all_gather` and `all_to_all` are
+        messages then, on CPUs: all ranks begin collectives in one order, which only the program knows, so the second of
+        two would begin when the program waits for it. A message begins when the one before has come.
         """
-        return self.on_channel(self.series % max(1, (_CHANNELS - 1) // of) * of + number)
+        return replace(self.on_channel(self.series % max(1, (_CHANNELS - 1) // of) * of + number), past_step=True)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""
@@ -309,6 +332,30 @@ def world_port(rank: int, hosts: Sequence[int], clock: Now = _NOW) -> Port:
 def _all_ranks(size: int) -> tuple[int, ...]:
     """One object for all ranks of a virtual world."""
     return tuple(range(size))
+
+
+async def gathered_in_ring(port: Port, buffer: Tensor) -> list[Tensor]:
+    """`all_gather` by messages: each round hands the buffer that came last on to the next position.
+
+    Cost: N-1 rounds of one buffer; between hosts with neighbouring positions each buffer travels once.
+    """
+    found = [buffer.clone()] * port.size
+    after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+    for distance in range(1, port.size):
+        last = found[(port.rank - distance + 1) % port.size]
+        came = await port.send_receive(last, after, like=buffer, source=before)
+        found[(port.rank - distance) % port.size] = came
+    return found
+
+
+async def exchanged_in_pairs(port: Port, pieces: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """`all_to_all` by messages: in round r to the position r further on, from the one r before. Cost: N-1 rounds."""
+    found = list(pieces)
+    found[port.rank] = pieces[port.rank].clone()
+    for distance in range(1, port.size):
+        to, source = (port.rank + distance) % port.size, (port.rank - distance) % port.size
+        found[source] = await port.send_receive(pieces[to], to, like=likes[source], source=source)
+    return found
 
 
 async def barrier(port: Port) -> None:

@@ -29,9 +29,10 @@ class Arrival(NamedTuple):
     kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no
     more (its waiting gradients are gone already when the rule hears of "left").
     kind "elapsed": the rule's window is over; no worker asks, and `worker` is -1.
+    kind "settled", for rules with regions alone: a change of members is complete; `worker` is -1.
     """
 
-    kind: Literal["push", "had", "pull", "joined", "left", "elapsed"]
+    kind: Literal["push", "had", "pull", "joined", "left", "elapsed", "settled"]
     worker: int
     clock: int = 0
     """Steps of the worker: with a push, steps with gradients so far; with a pull, finished steps."""
@@ -43,13 +44,15 @@ class Arrival(NamedTuple):
     """Numbers of the gradient's batches, or slices of batches."""
     others: tuple[int, ...] = ()
     """The other workers of a host's sum. See `Rule.adds_sums`."""
+    last: bool = False
+    """A pull's: the worker has no more work."""
 
 
 class Situation(NamedTuple):
     """Facts about the shard that a rule may look at."""
 
     version: int
-    """The number of updates of this shard's weights."""
+    """The number of updates of this shard's weights; where there are regions, of the weights that the worker reads."""
     members: tuple[int, ...]
     """The workers that take part, in order."""
 
@@ -72,11 +75,32 @@ class Update(NamedTuple):
     It has the pushes' learning rate. Where they differ, or s does, each gradient counts by its own: the step has
     the rate η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ and the gradient Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄); see `server.step_rates`.
 
-    `including`: a batch. Its parts, if there are any, are added to the sum before. They have its rate.
+    `including`: a batch. Its parts, if there are any, are added to the sum before. They have its rate. `region`: the
+    step is of that region's weights, by its workers' gradients; None: of the shard's own.
     """
 
     divisor: float = 1.0
     including: int | None = None
+    region: int | None = None
+
+
+class MergeRegion(NamedTuple):
+    """The movement of a region's weights φ since the last time makes a step of θ; then φ ← (1 - a) φ + a θ.
+
+        Δ = φ₀ - φ;  θ ← one step of `Service.outer` on Δ, at s times its rate;  φ ← (1 - a) φ + a θ;  φ₀ ← φ
+
+    a = `share`, s = `rate`. φ₀ are the region's weights after the last time, or when it began.
+    """
+
+    region: int
+    share: float
+    rate: float = 1.0
+
+
+class DropRegion(NamedTuple):
+    """A region without workers ends. It begins again with θ, when one of its workers joins."""
+
+    region: int
 
 
 class Drop(NamedTuple):
@@ -103,7 +127,8 @@ class Answer(NamedTuple):
     worker: int
 
 
-Action = Add | Update | Drop | Mix | Answer
+RegionAction = MergeRegion | DropRegion
+Action = Add | Update | RegionAction | Drop | Mix | Answer
 
 
 class Rule(NamedTuple):
@@ -128,6 +153,11 @@ class Rule(NamedTuple):
     adds_sums: bool = False
     """True if a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
     with the rate 1, and all its workers are answered."""
+    region_size: int = 0
+    """The workers of a region: worker w is of region w // region_size. It pulls and updates that region's weights, and
+    the shard's own, θ, change by `MergeRegion` alone. 0: there are no regions."""
+    region_pushes: int = 1
+    """The pushes of a region between two of its `MergeRegion`."""
 
 
 Staleness = Callable[[int], float]
@@ -212,5 +242,8 @@ class Service:
     """True if the workers of a host add up their gradients first, and one of them pushes the sum."""
     average: float | None = None
     """The decay of a moving average of the weights that each shard keeps, for scores; None: there is none."""
+    outer: UpdateRule | None = None
+    """The optimizer of θ with its rate, if the rule has regions; `optimizer` is then of each region's weights. None:
+    plain SGD with the rate 1."""
     least_workers: int = 1
     """A run with fewer workers is refused when it starts: the strategy's arguments leave none of them to wait for."""

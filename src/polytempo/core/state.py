@@ -129,6 +129,22 @@ def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
     return state
 
 
+class Clock(NamedTuple):
+    """A time of this process. It is not saved: another process begins without one."""
+
+    now_s: float | None = None
+
+
+class OwnNumbers(NamedTuple):
+    """Numbers of this rank since ranks met, which ranks average in their next meeting."""
+
+    total: float = 0.0
+    steps: int = 0
+    """Steps in the total."""
+    clock: Clock = Clock()
+    """The end of the last step."""
+
+
 def nodes(state: Any, kind: type[N] | tuple[type[N], ...]) -> Iterator[N]:
     """All parts of a state of this kind, in its order, and the parts inside of these."""
     if isinstance(state, kind):
@@ -175,7 +191,7 @@ def renewed(state: Any, fresh: Any) -> Any:
 
     Tensors come from `fresh`, so the memory of the old parameters is gone; numbers come from `state`.
     """
-    if isinstance(fresh, Residual):
+    if isinstance(fresh, Residual | Clock):
         return fresh
     if isinstance(fresh, dict) and isinstance(state, dict):
         return {key: renewed(state.get(key), value) for key, value in fresh.items()}
@@ -228,6 +244,8 @@ def restored(
         return _summed_residual(
             f"{path}/0", [source] if residual_sources is None else residual_sources, next(iter(layout.tensors.values()))
         )
+    if isinstance(like, Clock):
+        return like
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
     if isinstance(like, Tensor):
@@ -265,6 +283,8 @@ def _tensors(names: list[str], source: Saved, path: str) -> Mapping[str, Tensor]
 
 
 def _collect(state: Any, path: str, found: Saved) -> None:
+    if isinstance(state, Clock):
+        return
     if isinstance(state, Bundle):
         found.tensors.update({f"{path}/{name}": view for name, view in state.views.items()})
     elif isinstance(state, Tensor):

@@ -14,7 +14,7 @@ from polytempo.core.arithmetic.merge import Merge
 from polytempo.core.bundle import Bundle
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Service
-from polytempo.core.state import ProvisionalState, nodes
+from polytempo.core.state import OwnNumbers, ProvisionalState, nodes
 from polytempo.core.transform import Transform, identity
 
 Turn = Literal["together", "free", "atomic", "locked", "in_turn"]
@@ -136,6 +136,10 @@ class LocalTraining(NamedTuple):
     def kept(self, model: nn.Module) -> frozenset[str]:
         """Names of the model's parameters and buffers that stay with each client."""
         return frozenset() if self.keeps is None else self.keeps(model)
+
+    def passes(self, samples: int) -> float:
+        """Samples in forward and backward passes of a client with so many; a forward pass alone is a third of one."""
+        return samples * (self.epochs + self.head_epochs + (1 / 3 if self.fairness else 0.0))
 
     def steps(self, samples: Tensor) -> Tensor:
         """Steps of clients with so many samples."""
@@ -326,6 +330,7 @@ class Strategy:
             "server": service is not None,
             "helping": service is not None and service.reassigns is not None,
             "host sums": service is not None and service.hierarchical,
+            "regions": service is not None and service.rule.region_size > 0,
             "wires at a server": service is not None and (service.codec or service.pull_codec) is not None,
             "one copy": self.one_copy is not None,
             "racing": self.one_copy not in (None, "together"),
@@ -367,6 +372,13 @@ class Strategy:
 def undoes_steps(strategy: Strategy) -> bool:
     """True if the strategy makes provisional steps (`core.state.ProvisionalState`)."""
     return any(True for _ in nodes(strategy.gradients.init(Bundle({"w": torch.zeros(1)})), ProvisionalState))
+
+
+def averages_numbers(strategy: Strategy) -> bool:
+    """True if ranks decide on later steps by numbers that they average (`core.state.OwnNumbers`)."""
+    layout = Bundle({"w": torch.zeros(2)})
+    states = (strategy.gradients.init(layout), strategy.parameters.init(layout))
+    return any(True for _ in nodes(states, OwnNumbers))
 
 
 def checked_inner(strategy: Strategy, who: str) -> Strategy:

@@ -57,6 +57,7 @@ class Transform(NamedTuple):
     `cost`: messages, computations and memory, computed from shapes (`polytempo.explain`). None: unknown.
     `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
     that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
+    `name`: the call that makes it, where it is an argument of a strategy.
     """
 
     init: Callable[[Bundle], State]
@@ -64,6 +65,7 @@ class Transform(NamedTuple):
     promises: Promise = Promise.SEPARABLE
     cost: CostOf | None = None
     beside: Beside | None = None
+    name: str = ""
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:

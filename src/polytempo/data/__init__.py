@@ -12,6 +12,7 @@ from polytempo.data.readers.spark_frame import from_spark
 from polytempo.data.readers.text import characters, read_characters
 from polytempo.data.rows import SparseRows, Sparsity, libsvm_rows, sparsity
 from polytempo.data.shard import DataShard
+from polytempo.data.side_by_side import side_by_side
 from polytempo.data.streams.counted import counted
 from polytempo.data.streams.sharded_data import InMemoryShards, ShardedData
 from polytempo.data.streams.sources.hugging_face import huggingface
@@ -54,6 +55,7 @@ __all__ = [
     "read_idx",
     "read_parts",
     "scheduled",
+    "side_by_side",
     "sparsity",
     "tokens",
     "webdataset",

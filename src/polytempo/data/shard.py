@@ -232,9 +232,9 @@ class DataShard:
             return
         at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
         again: list[PlaceSpan] = []
-        ended, begins = 0, True
+        ended, begins, each = 0, True, len(self.own)
         for step, batch in self._moved():
-            if ended % len(self.own) == 0 and begins:
+            if ended % each == 0 and begins:
                 begin, at, self.spans = at, at + step.global_samples, []
                 again, self.left = parted(self.left, step.global_samples) if self.left else ([], [])
                 self.consumed += 0 if again else step.global_samples
@@ -248,7 +248,7 @@ class DataShard:
                 self.spans.append(PlaceSpan(self.epoch, first, first + step.local_samples))
             self.taken += step.local_samples
             yield batch
-            if self._anew and begins and ended % len(self.own) == 0:
+            if self._anew and begins and ended % each == 0:
                 return
 
     def _rest_of_lanes(self, loaders: LaneLoaders) -> Iterator[Any]:
@@ -256,11 +256,11 @@ class DataShard:
         assert self.num_samples is not None
         places = [*self.left, PlaceSpan(self.epoch, self.consumed, self.num_samples)]
         lanes = Lanes(places, self.global_batch_size, self._parts, loaders.interleave, self._part_shares)
-        ended, begins = 0, True
+        ended, begins, each = 0, True, len(self.own)
         self._seed_generator()
         for step, batch in loaders.batches(lanes, self.own, self._micro_batches, self._generator):
-            if ended % len(self.own) == 0 and begins:
-                steps, self.spans, self.consumed = ended // len(self.own) + 1, [], self.num_samples
+            if ended % each == 0 and begins:
+                steps, self.spans, self.consumed = ended // each + 1, [], self.num_samples
                 self._left, self._num_left = partial(lanes.left, steps), lanes.num_left(steps)
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
             self.following, begins = step.following, not step.following
@@ -268,13 +268,13 @@ class DataShard:
             self.spans += lanes.between(step.start, step.stop) if step.local_samples else []
             self.taken += step.local_samples
             yield self._mover.moved(batch)
-            if self._anew and begins and ended % len(self.own) == 0:
+            if self._anew and begins and ended % each == 0:
                 return
 
     @property
     def _part_shares(self) -> Shares | None:
-        pieces = self._parts // self.size
-        return None if self.shares is None else tuple(share for share in self.shares for _ in range(pieces))
+        pieces, shares = self._parts // self.size, self.shares if self.slices is None else None
+        return None if shares is None else tuple(share for share in shares for _ in range(pieces))
 
     def _seed_generator(self) -> None:
         self._generator.manual_seed(((self.seed * 1_000_003 + self.epoch) * 1_000_003 + self.rank) % 2**63)
@@ -301,19 +301,25 @@ class DataShard:
     def deal(self, shares: Shares | None) -> None:
         """Let the ranks' parts of global batches be in this proportion, from the next step on; None: equal parts.
 
-        All ranks call it after the same step. ValueError for slices, for streams, and for another number of shares.
+        All ranks call it after the same step. ValueError for streams, and for another number of shares. With `slices` a
+        part is a run of whole slices; None: `subtree`.
         """
-        if shares is not None and (self.slices is not None or self.num_samples is None):
-            raise ValueError("a batch that is cut into slices, or that comes from a stream, has equal parts")
+        if shares is not None and self.num_samples is None:
+            raise ValueError("a batch that comes from a stream has equal parts")
         if shares is not None and (len(shares) != self.size or min(shares) < 1):
             raise ValueError(f"the shares are {shares}; give {self.size} whole numbers from 1, one for each rank")
         self._anew = self._anew or shares != self.shares
         self.shares = shares
+        if self.slices is not None:
+            self.own = range(self.slices)[sum(self.parts[: self.rank]) :][: self.parts[self.rank]]
 
     @property
     def parts(self) -> Shares:
-        """The samples of each rank in a full global batch."""
-        return apportioned(self.global_batch_size, self.shares or (1,) * self.size)
+        """The samples, or slices, of each rank in a full global batch."""
+        if self.slices is None:
+            return apportioned(self.global_batch_size, self.shares or (1,) * self.size)
+        own = (subtree(self.slices, self.size, rank) for rank in range(self.size))
+        return tuple(map(len, own)) if self.shares is None else apportioned(self.slices, self.shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays.
@@ -331,11 +337,6 @@ class DataShard:
         self.consumed = 0
         if self.pieces is not None:
             self.pieces.begin()
-
-    @property
-    def reads_all(self) -> bool:
-        """True if each rank reads a stream from its begin to its end."""
-        return self.num_samples is None and self.pieces is None
 
     def _follow_sampler(self) -> None:
         named = sampler_epoch(self._source)

@@ -9,7 +9,7 @@ a rank's batch            ╰───╯                         a window into 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.data.plan import Pick
 from polytempo.data.streams.sharded_data import ShardedData
+from polytempo.device import accelerator_kind
 
 
 class Source(NamedTuple):
@@ -43,6 +45,7 @@ class Source(NamedTuple):
 def read_source(given: Dataset[Any] | DataLoader[Any], batch_size: int | None, shuffle: bool | None) -> Source:
     """The settings of a data set or loader. `batch_size` and `shuffle` override the loader's, where given; so does the
     order of `ShardedData`, which is a part of the value."""
+    refuse_several(given)
     dataset = given.dataset if isinstance(given, DataLoader) else given
     if shuffle is None and isinstance(dataset, ShardedData):
         shuffle = dataset.reading.shuffle
@@ -60,6 +63,13 @@ def read_source(given: Dataset[Any] | DataLoader[Any], batch_size: int | None, s
         raise ValueError("the DataLoader has batch_size=None; give it a batch size, or shard(loader, batch_size=32)")
     found = False if isinstance(given.dataset, IterableDataset) else _shuffles(given)
     return _checked(Source(given.dataset, given, batch_size, found if shuffle is None else shuffle))
+
+
+def refuse_several(given: object) -> None:
+    """PT2611 for a tuple, list or dict of data sets or loaders."""
+    each = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    if each and all(isinstance(one, Dataset | DataLoader) for one in each):
+        refuse({"data source", "several"}, kind=f"a {type(given).__name__}")
 
 
 def _checked(source: Source) -> Source:
@@ -173,10 +183,10 @@ def chosen_loader(
 
 
 def worker_settings(like: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's settings of worker processes and memory, to make another like it."""
+    """A loader's settings of worker processes and memory, to make another like it. Only an accelerator pins memory."""
     return {
         "num_workers": like.num_workers,
-        "pin_memory": like.pin_memory,
+        "pin_memory": like.pin_memory and accelerator_kind() is not None,
         "timeout": like.timeout,
         "worker_init_fn": like.worker_init_fn,
         "multiprocessing_context": like.multiprocessing_context,

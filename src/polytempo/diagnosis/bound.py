@@ -26,8 +26,11 @@ _PERIOD = 4
 _CODED = ("codec", "bf16", "int8", "top_k", "dgc", "qsgd", "sign", "one_bit", "tern", "threshold", "power", "low_rank")
 _RARE = (
     *("local_sgd", "diloco", "slowmo", "parameter_averaging", "easgd", "gossip", "streaming_diloco"),
-    *("async_diloco", "co2", "decoupled_diloco", "des_loc", "noloco", "sparse_loco"),
+    *("async_diloco", "co2", "decoupled_diloco", "des_loc", "halos", "noloco", "sparse_loco"),
 )
+
+_ROUNDS = ("fed_", "scaffold(")
+"""Names within a strategy that has rounds of clients: samples of its steps are clients, with batches of their own."""
 
 
 class UsedLink(NamedTuple):
@@ -193,9 +196,15 @@ def _of_exchange(facts: StepParts) -> str:
 
 def _small(facts: StepParts) -> bool:
     """True if a larger batch would cost hardly more samples."""
+    if _in_rounds(facts):
+        return False
     if facts.noise_scale is not None:
         return facts.noise_scale >= 2 * facts.batch_size * facts.workers
     return facts.batch_size < SMALL_BATCH
+
+
+def _in_rounds(facts: StepParts) -> bool:
+    return any(name in facts.strategy for name in _ROUNDS)
 
 
 def _predicted(facts: StepParts) -> tuple[float, float]:
@@ -217,7 +226,7 @@ def _more_workers(facts: StepParts) -> _Change:
 
 
 def _fewer_bytes(facts: StepParts) -> _Change:
-    if any(name in facts.strategy for name in (*_CODED, *_RARE)):
+    if any(name in facts.strategy for name in (*_CODED, *_RARE, *_ROUNDS)):
         return _rarer(facts)
     by_latency, by_bytes = _predicted(facts)
     saved_s = facts.least_wait_s / 2 * by_bytes / max(by_bytes + by_latency, 1e-12)
@@ -229,6 +238,8 @@ def _rarer(facts: StepParts) -> _Change:
     step_s = facts.step_s - waits * (1 - 1 / _PERIOD)
     if facts.serves:
         return _of_strategy(f"downpour(push_every={_PERIOD}, pull_every={_PERIOD})", step_s)
+    if _in_rounds(facts):
+        return _Change("twice as many epochs in a round", facts.step_s + facts.compute_s, 2.0)
     if any(facts.strategy.startswith(name) for name in _RARE):
         return _Change(f"a period {_PERIOD} times as long", step_s, asks_loss=True)
     return _of_strategy(f"local_sgd(period={_PERIOD})", step_s)
@@ -245,6 +256,8 @@ def _without_slow(facts: StepParts) -> _Change:
         return _Change('balance="speed"', step_s, tried={"balance": "speed"})
     if facts.slow and facts.workers > 2:
         return _Change(f"a run without {facts.slow}", step_s, 1 - 1 / facts.workers)
+    if _in_rounds(facts):
+        return _Change("a larger cohort, so that clients even out over workers", step_s)
     if any(facts.strategy.startswith(name) for name in _RARE):
         return _of_strategy("async_sgd()", step_s)
     kept = 1 / _PERIOD**0.5  # delays of several steps add up to less than the longest of each

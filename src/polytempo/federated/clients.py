@@ -248,6 +248,11 @@ class Cohorts(Dataset[Client]):
         """The samples that a client weighs by in its round."""
         return min(1, len(client)) if self.clients.sampling.by_samples else len(client)
 
+    def ages(self, round_number: int) -> dict[int, int]:
+        """The clients of a round, and the ages of the models that they begin with. Cost: a draw."""
+        drawn = (self[each] for each in self.order(round_number).tolist())
+        return {client.number: client.age for client in drawn if len(client)}
+
     def took_part(self, rounds: int) -> int:
         """The number of clients in the first `rounds` rounds. Cost: a draw for each round that was not asked before."""
         if rounds < self._known_rounds:

@@ -28,7 +28,7 @@ class RoundRules:
     """Clients that must be there before the server's first round. None: as many as the strategy's cohort."""
     fewest: int | None = None
     """Clients that must be there before a later round, and the fewest answers of a round: with fewer it draws further
-    clients. None: half of the cohort, rounded up."""
+    clients that are there, and then it is given up. None: half of the cohort, rounded up."""
     deadline_s: float = 60.0
     """Seconds for the answers of a draw; of `fed_buff` for one answer, before another client begins as well."""
     wait_s: float = 600.0
@@ -36,7 +36,7 @@ class RoundRules:
     return_s: float = 5.0
     """Seconds for a client with a broken connection to come back within a round."""
     draws: int = 4
-    """Draws of a round, at most."""
+    """Draws of a round, or secure sums of it, at most. As many rounds given up one after the other end the run."""
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no server could use."""
@@ -79,6 +79,8 @@ def serve(
     Of `secure` a client answers with keys, and its movement has masks that only a sum of clients takes off; a sum that
     too few clients stay in is made again.
 
+    A round with too few answers leaves the model as it is, and the next one goes on.
+
     `keys`: the folder that `make_tickets` has made; the key of a connection says which client it is. `listen`:
     the address; loopback by default. `test`: the server's own test set, for scores of rounds (None: it has none).
     `rules`: waiting times, over-selection. Options, `out` and `resume` included, are as of `pt.run`. A server that was
@@ -93,7 +95,8 @@ def serve(
     movements.
 
     Errors: `Incompatible` (PT2516) for strategies without rounds, or that need simulated clients; PT2517 for keys that
-    cannot be read; PT2518 where too few clients come or answer; PT2533 where a private run cannot go on with its noise.
+    cannot be read; PT2518 where too few clients come, or answer in `draws` rounds; PT2533 where a private run cannot go
+    on with its noise.
 
     Source: K. Bonawitz et al., "Towards federated learning at scale: System design", 2019, for rounds with selection
     and a deadline. Deviation: clients hold their connection between rounds.
@@ -123,12 +126,13 @@ def join(
 ) -> Any:
     """Be a client of the server of `ticket` until its run is over: train on `data`, which stay here.
 
-        pt.federated.join("digits", "client-0.ticket", "my/data")
+        pt.federated.join("mnist", "client-0.ticket", "my/mnist")
 
     `job`: the server's, from the client's own code; the server names no code that a client would load. `data`: a data
     set, `pt.Data` (its test set is scored in each round), or the path that the job's `data` reads. `server`: another
     address than the ticket's. `patience_s`: the longest time without the server. `state`: a folder for the tensors that
-    this client keeps between rounds, such as its control variate or its head (None: in memory); it is made.
+    this client keeps between rounds, such as its control variate or its head, and for its record of opened secure sums
+    (None: in memory); it is made.
     It has a folder for each client and run, with at most eight states; of `scaffold` each is a model, also in memory.
 
     Returns the client's number, the run's rounds, and the number of rounds that this process has trained in.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polytempo.core.calls.refusals import Incompatible
 from polytempo.core.strategy import SecureSum
-from polytempo.federated.secure_sum import joined, primitives, secure_bytes, secure_down_bytes, split
+from polytempo.federated.secure_sum import joined, lagrange_factors, primitives, secure_bytes, secure_down_bytes, split
 
 _PROBE_BYTES = 1 << 20
 
@@ -48,9 +48,10 @@ def secure_cost(secure: SecureSum, clients: int, numel: int, plain_bytes: int) -
     agree_s = _least_s(lambda: crypto.agree(key, crypto.public(key))) / 2
     split_s = _least_s(lambda: split(key, least, holders, secrets.token_bytes))
     shares = split(key, least, holders, secrets.token_bytes)
+    factors_s = _least_s(lambda: lagrange_factors(tuple(shares)[:least]), times=1)
     joined_s = _least_s(lambda: joined(shares, least))
     client_s = clients * mask_s + (3 * (clients - 1) + 2) * agree_s + 2 * split_s
-    server_s = clients * (mask_s + joined_s)
+    server_s = factors_s + clients * (mask_s + joined_s)
     return SecureCost(clients, up, down, plain_bytes, client_s, server_s, (clients - 1) * (mask_s + agree_s))
 
 

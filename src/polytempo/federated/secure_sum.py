@@ -7,6 +7,7 @@
     3 unmasking  a share of b of each that sent yᵥ, of s of the others  ───▶   Σ y - Σ PRG(b) ± Σ PRG(s) = Σ x
 
 Masks are added mod 2^bits, so they cancel to the bit. A client may leave after any phase, as long as `threshold` stay.
+sᵤᵥ is a hash of the pair's shared key and of `agreed`: masks of clients that were told different facts do not cancel.
 
 Source: K. Bonawitz et al., "Practical secure aggregation for privacy-preserving machine learning", 2017, figure 4,
 without signatures and the consistency check: for a server that keeps to the protocol and is curious.
@@ -19,6 +20,7 @@ import random
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -160,6 +162,7 @@ class SecureClient:
         self._number, self._crypto, self._random, self._threshold = number, crypto, random, 0
         self._sealing, self._masking, self._own = random(32), random(32), random(32)
         self._everyone: Mapping[int, PublicKeys] = {}
+        self._agreed = b""
         self._held: dict[int, bytes] = {}
 
     def keys(self) -> PublicKeys:
@@ -167,9 +170,12 @@ class SecureClient:
         own = hashlib.sha256(self._own).digest()
         return PublicKeys(self._crypto.public(self._sealing), self._crypto.public(self._masking), own)
 
-    def shares(self, everyone: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
-        """Phase 1: for each other client, a share of sᵤ and one of bᵤ, sealed so that it alone can read them."""
-        self._threshold = threshold
+    def shares(self, everyone: Mapping[int, PublicKeys], threshold: int, agreed: bytes = b"") -> dict[int, bytes]:
+        """Phase 1: for each other client, a share of sᵤ and one of bᵤ, sealed so that it alone can read them.
+
+        `agreed`: facts of the sum, which are the same for all of its clients, or their masks do not cancel.
+        """
+        self._threshold, self._agreed = threshold, agreed
         _enough(everyone, self._threshold, "keys")
         if 2 * self._threshold <= len(everyone):
             raise ValueError(
@@ -202,7 +208,7 @@ class SecureClient:
         _enough(self._held, self._threshold, "shares")
         total = vector + mask(self._own, vector, self._crypto)
         for other in received:
-            key = self._crypto.agree(self._masking, self._everyone[other].masking)
+            key = _pair_key(self._crypto, self._masking, self._everyone[other], self._agreed)
             _add_(total, key, self._number < other, self._crypto)
         return total
 
@@ -275,9 +281,13 @@ def secrets_of(
 
 
 def without_masks(
-    everyone: Mapping[int, PublicKeys], vectors: Mapping[int, Words], found: Mapping[int, bytes], crypto: Primitives
+    everyone: Mapping[int, PublicKeys],
+    vectors: Mapping[int, Words],
+    found: Mapping[int, bytes],
+    crypto: Primitives,
+    agreed: bytes = b"",
 ) -> Words:
-    """The sum of the vectors, mod 2^bits, by the secrets of `secrets_of`."""
+    """The sum of the vectors, mod 2^bits, by the secrets of `secrets_of`. `agreed`: as of the clients' `shares`."""
     first = next(iter(vectors.values()))
     total = sum(vectors.values(), np.zeros_like(first))
     for client, secret in found.items():
@@ -285,7 +295,7 @@ def without_masks(
             total -= mask(secret, first, crypto)
             continue
         for survivor in vectors:
-            key = crypto.agree(secret, everyone[survivor].masking)
+            key = _pair_key(crypto, secret, everyone[survivor], agreed)
             _add_(total, key, client < survivor, crypto)
     return total
 
@@ -372,21 +382,44 @@ def split(secret: bytes, threshold: int, holders: Collection[int], random: Rando
 
 
 def joined(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """The secret of at least `threshold` shares, by holder: Lagrange's polynomial at 0."""
+    """The secret of at least `threshold` shares, by holder: Lagrange's polynomial at 0.
+
+    Cost: a product a share; the factors of holders are computed once, see `lagrange_factors`.
+    """
     _enough(shares, threshold, "unmasking")
-    some = {holder + 1: int.from_bytes(share, "big") for holder, share in list(shares.items())[:threshold]}
-    secret = 0
-    for x, value in some.items():
-        above, below = 1, 1
-        for other in some.keys() - {x}:
-            above, below = above * other % _FIELD, below * (other - x) % _FIELD
-        secret += value * above * pow(below, -1, _FIELD)
+    some = dict(list(shares.items())[:threshold])
+    factors = _known_factors(tuple(some))
+    secret = sum(int.from_bytes(share, "big") * factor for share, factor in zip(some.values(), factors, strict=True))
     return (secret % _FIELD).to_bytes(_SHARE_BYTES, "big")[-_KEY_BYTES:]
+
+
+def lagrange_factors(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Each holder's factor in f(0) = Σ factor · f(holder + 1), for a polynomial of a degree below their number.
+
+    Cost: t² products for t holders.
+    """
+    found = []
+    for holder in holders:
+        above, below = 1, 1
+        for other in holders:
+            if other != holder:
+                above, below = above * (other + 1) % _FIELD, below * (other - holder) % _FIELD
+        found.append(above * pow(below, -1, _FIELD) % _FIELD)
+    return tuple(found)
+
+
+_known_factors = lru_cache(maxsize=32)(lagrange_factors)
+"""All secrets of a sum have the same holders, but for wrong shares."""
 
 
 def mask(key: bytes, like: Words, crypto: Primitives) -> Words:
     """PRG(key), as long as `like`."""
     return np.frombuffer(crypto.stream(key, like.nbytes), like.dtype)
+
+
+def _pair_key(crypto: Primitives, own: bytes, other: PublicKeys, agreed: bytes) -> bytes:
+    """The key of a pair's mask."""
+    return hashlib.sha256(crypto.agree(own, other.masking) + agreed).digest()
 
 
 def _add_(total: Words, key: bytes, plus: bool, crypto: Primitives) -> None:

@@ -160,19 +160,27 @@ def _job_of(module: ModuleType, name: str, where: str) -> Job:
     raise ValueError(f"{wrong}; {there}")
 
 
-def folder_of(given: Path | None, job: str, expected: str) -> Path:
+def folder_of(given: str | Path | None, job: str, expected: str) -> Path:
     """The folder given as `--data`. Raises ValueError, naming the expected files."""
     if given is None:
         raise ValueError(f"job {job} needs --data FOLDER, a folder with {expected}")
+    given = _local(given, job)
     if not given.is_dir():
         raise ValueError(f"job {job}: --data {given} is not a folder; expected one with {expected}")
     return given
 
 
-def file_of(given: Path | None, job: str, name: str) -> Path:
+def _local(given: str | Path, job: str) -> Path:
+    if isinstance(given, str):
+        raise ValueError(f"job {job}: --data {given} is a URL; copy the data here, and name the copy")
+    return given
+
+
+def file_of(given: str | Path | None, job: str, name: str) -> Path:
     """The file given as `--data`, or the file `name` in that folder. Raises ValueError where there is none."""
     if given is None:
         raise ValueError(f"job {job} needs --data PATH, a file or a folder with {name}")
+    given = _local(given, job)
     path = given / name if given.is_dir() else given
     if not path.is_file():
         raise ValueError(f"job {job}: there is no file {path}; --data takes a file or a folder with {name}")

@@ -22,7 +22,7 @@ def model() -> nn.Module:
     return nn.Linear(NUM_FEATURES, 2)
 
 
-def read(given: Path | None) -> Data:
+def read(given: str | Path | None) -> Data:
     """The LIBSVM files `a9a` and `a9a.t` in the folder given as `--data`."""
     folder = folder_of(given, "a9a", "the files a9a and a9a.t (LIBSVM text)")
     missing = [name for name in ("a9a", "a9a.t") if not (folder / name).is_file()]

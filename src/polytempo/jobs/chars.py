@@ -81,7 +81,7 @@ def model() -> nn.Module:
     return Transformer(VOCABULARY, CONTEXT, WIDTH, NUM_HEADS, NUM_LAYERS)
 
 
-def read(given: Path | None) -> Data:
+def read(given: str | Path | None) -> Data:
     """The text file given as `--data`, or `input.txt` in that folder."""
     path = file_of(given, "chars", "input.txt")
     vocabulary, _ = data.read_characters(path)

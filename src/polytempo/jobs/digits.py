@@ -19,7 +19,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def read(given: Path | None) -> Data:
+def read(given: str | Path | None) -> Data:
     """The digits that come with Polytempo."""
     if given is not None:
         raise ValueError(f"job digits comes with its data; leave out --data {given}, or choose the job mnist")

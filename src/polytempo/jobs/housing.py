@@ -23,7 +23,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
-def read(given: Path | None) -> Data:
+def read(given: str | Path | None) -> Data:
     """The table given as `--data`, or `housing.csv` in that folder; everything standardized."""
     path = file_of(given, "housing", "housing.csv")
     split = data.csv_regression(path, target="median_house_value")

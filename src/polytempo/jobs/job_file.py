@@ -4,7 +4,7 @@
     data = { call = "images", path = "flowers", size = 64 }
     loss = "cross_entropy"
     optimizer = { call = "SGD", momentum = 0.9 }
-    schedule = { call = "CosineAnnealingLR", T_max = "10 epochs" }
+    schedule = { call = "CosineAnnealingLR", T_max = "run" }
     correct = "most_likely"
     lr = 0.05
     batch_size = 32
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from polytempo.spec.rates.schedules import scheduled
+from polytempo.spec.rates.schedules import FileSchedule
 
 if TYPE_CHECKING:
     from polytempo.spec.job import Data, Job
@@ -159,21 +159,21 @@ class _Parts:
             return made
         return partial(found, **arguments) if arguments else found
 
-    def reader(self, given: object) -> Callable[[Path | None], Data]:
+    def reader(self, given: object) -> Callable[[str | Path | None], Data]:
         """A function of the path of --data, or of the file's own `path`, which is relative to the file."""
         name, arguments = self._call("data", given) if isinstance(given, dict) else (given, {})
         read, own = self._callable("data", name), self._beside(arguments.pop("path", None))
         test = self._beside(arguments.pop("test_path", None))
 
-        def data(path: Path | None) -> Data:
+        def data(path: str | Path | None) -> Data:
             kept = {key: self.value(value) for key, value in arguments.items()}
             chosen = own if path is None else path
             answer = read(**kept) if chosen is None else read(chosen, **kept)
             return _as_data(answer if test is None else (answer, read(test, **kept)))
 
-        def unseen(path: Path, trained_on: Path | None) -> Data:
+        def unseen(path: str | Path, trained_on: str | Path | None) -> Data:
             like = own if trained_on is None else trained_on
-            if like is None or path.resolve() == like.resolve():
+            if like is None or _whole(path) == _whole(like):
                 return data(path)
             return _as_data(read(path, like=like, **{key: self.value(value) for key, value in arguments.items()}))
 
@@ -187,16 +187,14 @@ class _Parts:
             return [self._beside(each) for each in path]
         return path if path is None or "://" in str(path) else self._path.parent / str(path)
 
-    def schedule(self, given: object) -> Callable[..., Any]:
-        """A function of the optimizer and the steps of an epoch; "3 epochs" among its arguments becomes steps."""
+    def schedule(self, given: object) -> FileSchedule:
+        """A function of the optimizer and the steps of an epoch; "3 epochs" and "run" among its arguments are steps.
+        Its `schedulers` are schedules, too."""
         name, arguments = self._call("schedule", given) if isinstance(given, dict) else (given, {})
+        listed = arguments.pop("schedulers", None) if isinstance(arguments.get("schedulers"), list) else None
+        parts = {} if listed is None else {"schedulers": [self.schedule(each) for each in listed]}
         make = self._callable("schedule", name)
-
-        def schedule(optimizer: Any, steps_per_epoch: int) -> Any:
-            kept = {key: self.value(value) for key, value in arguments.items()}
-            return scheduled(make, kept, optimizer, steps_per_epoch, f"{self._path}: schedule")
-
-        return schedule
+        return FileSchedule(make, lambda: self.value(arguments) | parts, f"{self._path}: schedule")
 
     def value(self, given: object) -> Any:
         """A value of the file, with tables of calls called."""
@@ -234,6 +232,11 @@ class _Call:
     def __call__(self, *given: Any, **more: Any) -> Any:
         kept = {key: self._value(value) for key, value in self._arguments.items()}
         return self._function(*given, **kept | more)
+
+
+def _whole(path: str | Path) -> str:
+    """A URL as it is, and the whole name of a file."""
+    return str(path) if "://" in str(path) else str(Path(path).resolve())
 
 
 def _as_data(answer: Any) -> Data:

@@ -41,7 +41,7 @@ def convolutional() -> nn.Module:
     )
 
 
-def read(given: Path | None, job: str = "mnist") -> Data:
+def read(given: str | Path | None, job: str = "mnist") -> Data:
     """The four IDX files in the folder given as `--data`; errors call the job by its name."""
     return Data(*data.mnist(folder_of(given, job, EXPECTED)))
 

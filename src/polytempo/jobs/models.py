@@ -42,7 +42,10 @@ def from_transformers(name: str, outputs: int) -> nn.Module:
 
     A head for other classes than `outputs` is made again.
     """
-    made = import_module("transformers").AutoModelForImageClassification  # takes seconds to import
+    try:
+        made = import_module("transformers").AutoModelForImageClassification  # takes seconds to import
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model {name}: there is no module {error.name}; run: pip install {error.name}") from error
     return Logits(made.from_pretrained(name, num_labels=outputs, ignore_mismatched_sizes=True))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from polytempo.core import Strategy, call_name, is_idle
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.rule import Service
-from polytempo.core.strategy import InParts, InStages, Parted, Undivided
+from polytempo.core.strategy import InParts, InStages, Parted, Undivided, averages_numbers
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.correction import SpecTrain
 from polytempo.partition.schedules.facts import facts
@@ -43,11 +43,14 @@ def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
 
     With a parameter server each stage has a server of its own, with the shards of `inner`.
 
-    Errors: `Incompatible` for an `inner` with one copy of the parameters, slices or stages; ValueError for an `inner`
+    Errors: `Incompatible` for an `inner` with one copy of the parameters, slices, stages or periods by numbers that
+    ranks average; ValueError for an `inner`
     with shards that cannot use late gradients where the schedule makes them late.
     """
     divided = inner.parted is not None and not isinstance(inner.parted, SplitLayers)
-    refuse(inner.features | {"inside stages"} | ({"divided parts"} if divided else set()), strategy=inner, outer=name)
+    more = {"divided parts": divided, "averaged numbers": averages_numbers(inner)}
+    features = inner.features | {"inside stages", *(each for each, has in more.items() if has)}
+    refuse(features, strategy=inner, outer=name)
     assert isinstance(inner.layout, Undivided | InParts)
     service = inner.server
     if service is not None:
@@ -82,8 +85,9 @@ def _check_served(name: str, schedule: Schedule, inner: Strategy, service: Servi
 def over_parts(name: str, parted: Parted, inner: Strategy) -> Strategy:
     """Layers in parts as `parted` says, and `inner` between the workers that hold the same.
 
-    Errors: `Incompatible` for an `inner` with a parameter server, one copy of the parameters, slices, stages, parts or
-    groups.
+    Errors: `Incompatible` for an `inner` with a parameter server, one copy of the parameters, slices, stages, parts,
+    groups or periods by numbers that ranks average.
     """
-    refuse(inner.features | {"inside parts"}, strategy=inner, outer=name)
+    numbers = {"averaged numbers"} if averages_numbers(inner) else set()
+    refuse(inner.features | numbers | {"inside parts"}, strategy=inner, outer=name)
     return inner.laid_out(name, InParts(parted))

@@ -20,7 +20,7 @@ _MOST_WORKERS = 1024
 """Larger simulations take too long for a sentence."""
 
 
-def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Cluster) -> dict[str, Any]:
+def with_price(result: dict[str, Any], job: Job, data: str | Path | None, cluster: Cluster) -> dict[str, Any]:
     """The figures of a run, real or simulated, with the price of the change in `bound`: `priced`, samples per second on
     `cluster` over the present ones there. An earlier price is replaced.
 
@@ -37,7 +37,9 @@ def with_price(result: dict[str, Any], job: Job, data: Path | None, cluster: Clu
     return result | {"bound": bound | {"priced": gain, "text": text}}
 
 
-def reported_with_price(result: Result, job: Job, data: Path | None, cluster: Cluster, out: Place | None) -> Result:
+def reported_with_price(
+    result: Result, job: Job, data: str | Path | None, cluster: Cluster, out: Place | None
+) -> Result:
     """The result with the price (see `with_price`), which the result and the page in the run's folder have, too."""
     bound = with_price(result.as_json(), job, data, cluster)["bound"]
     if bound == result.bound:
@@ -50,7 +52,7 @@ def reported_with_price(result: Result, job: Job, data: Path | None, cluster: Cl
 
 
 def priced_gain(
-    result: dict[str, Any], tried: dict[str, Any], job: Job, data: Path | None, cluster: Cluster
+    result: dict[str, Any], tried: dict[str, Any], job: Job, data: str | Path | None, cluster: Cluster
 ) -> float | None:
     """Samples per second of the run with the values `tried`, over its own, both by the planner's price."""
     run = PlannedRun(result["strategy"], result["workers"], result["batch_size"])

@@ -4,7 +4,8 @@
     parts of 28 x 4        32   32   32   16      `data.speed_shares`, until no look changes them
     factor in the price   1.14 1.14 1.14 1.14     the host's factor x its part / the equal part
 
-Seconds of a step that do not grow with its samples are taken to grow, too. No values are computed.
+Seconds of a step that do not grow with its samples are taken to grow, too. No values are computed. Slices of
+`invariant` are not priced by speed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def parts_by_speed(run: PlannedRun, cluster: Cluster) -> Shares | None:
     A replica on several workers is as fast as its slowest worker. Stragglers with a memory are alike on all hosts.
     """
     if isinstance(cluster.stragglers, CorrelatedStragglers) or run.models == 1:
+        return None
+    if parse_strategy(run.strategy).slices is not None:
         return None
     hosts = cluster.hosts(run.workers)
     factors = {host: _factor(cluster, host) for host in set(hosts)}

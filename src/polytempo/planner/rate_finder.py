@@ -87,7 +87,8 @@ def find_rate(
     It is a run of its own under a virtual clock, so it works for every strategy, and neither a model, an optimizer, a
     checkpoint nor torch's random numbers of this process change. `lowest` and `highest`: by default the job's rate
     divided and multiplied by 1,000. `cluster` and options are as in `simulate`: `steps` are at most so many, by
-    default 100; the job's own schedule, `lr` and `epochs` are left out.
+    default 100; schedules, `lr`, `epochs`, `until`, `eval_every` and callbacks that look at scores are left out, the
+    job's and the given ones.
 
     The loss in step k is the mean of all workers' batches before their updates, smoothed with weight 0.7 and without
     bias. The test ends where that is above its least value by half, and above its first one. With few samples in a step
@@ -103,7 +104,8 @@ def find_rate(
     loss's rate), as in later practice.
     """
     made = checked_job(job)
-    low, high = lowest or made.lr / _SPAN, highest or made.lr * _SPAN
+    low = made.lr / _SPAN if lowest is None else lowest
+    high = made.lr * _SPAN if highest is None else highest
     asked = with_keywords(options, more)
     steps = asked.steps or _STEPS
     if not 0 < low < high < math.inf or steps < _FEWEST:
@@ -113,7 +115,9 @@ def find_rate(
     seen = _Seen(growing_rates(low, high, steps))
     data, loss = partial(_training, made), seen.watching(made.loss)
     trial = replace(made, data=data, loss=loss, schedule=seen.schedule, origin=None)
-    asked = replace(asked, steps=steps, epochs=None, lr=low, callbacks=[*asked.callbacks, seen])
+    asked = replace(asked, steps=steps, epochs=None, lr=low, schedule=None)
+    callbacks = [each for each in asked.callbacks if not getattr(each, "measures", ())]
+    asked = replace(asked, until={}, eval_every=None, callbacks=[*callbacks, seen])  # nothing is evaluated
     with torch.random.fork_rng():
         try:
             name = simulate(trial, strategy, workers, cluster, asked).strategy

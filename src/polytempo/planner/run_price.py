@@ -41,7 +41,7 @@ class RunPrice(NamedTuple):
 class Pricer:
     """Prices of one job on one cluster. Each is computed once."""
 
-    def __init__(self, job: Job, data: Path | None, cluster: Cluster) -> None:
+    def __init__(self, job: Job, data: str | Path | None, cluster: Cluster) -> None:
         held = data_of(job, data)
         self.job, self.data, self.cluster = with_data(job, held), held, cluster
         with torch.device("meta"):

@@ -71,7 +71,7 @@ def plan_run(
     cluster: Cluster,
     limits: PlanLimits = PlanLimits(),  # noqa: B008  # a constant
     *,
-    data: Path | None = None,
+    data: str | Path | None = None,
     spread: Mapping[str, float] | None = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
@@ -145,7 +145,7 @@ class _Search:
         space: SearchSpace,
         until: Mapping[str, float],
         cluster: Cluster,
-        data: Path | None,
+        data: str | Path | None,
         seed: int,
         say: Callable[[str], None],
         tell: Tell,
@@ -334,7 +334,7 @@ class Trials:
     def __init__(
         self,
         job: Job,
-        data: Path | None,
+        data: str | Path | None,
         cluster: Cluster,
         until: Mapping[str, float],
         seed: int,

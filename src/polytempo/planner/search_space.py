@@ -133,7 +133,8 @@ def _usual(
         yield f"diloco(period={period})"
         if period > 1:  # an answer comes a step late
             yield f"streaming_diloco(period={period})"
-        yield f"sparse_loco(period={period})"
+        for local in ("sparse_loco", "noloco", "async_diloco"):
+            yield f"{local}(period={period})"
         for codec in codecs:
             if codec in _OF_MOVEMENT:
                 yield f"local_sgd(period={period}, codec={_OF_MOVEMENT[codec]})"

@@ -113,7 +113,7 @@ class WorkerLimit(NamedTuple):
 
 
 def worker_limit(
-    forecasts: Sequence[RunForecast], limits: PlanLimits, job: Job, data: Path | None, cluster: Cluster
+    forecasts: Sequence[RunForecast], limits: PlanLimits, job: Job, data: str | Path | None, cluster: Cluster
 ) -> WorkerLimit:
     """The limit among `forecasts` of `job` on `cluster`, by the fastest run of each number of workers.
 

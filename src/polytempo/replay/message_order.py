@@ -275,18 +275,19 @@ class OrderedShard:
         """See `OrderedMachine`. Compares the outcome with the record."""
         assert self.order is not None
         shard, progress = self._node.shard, self._progress
-        before = shard.version
+        read = before = shard.version
         if isinstance(entry, Elapsing):
             out = self._node.elapse(now_s)
             replayed = entry_of(Elapsed(before), shard.version)
         else:
             assert isinstance(message, Request)
+            read = shard.version_of(message.worker)
             out = self._node.receive(now_s, message.worker, message)
             replayed = entry_of(message, shard.version)
         if replayed != entry:
             progress.differs(self.order.where, difference_of(entry, replayed))
         if isinstance(message, Push) and isinstance(entry, PushEntry):
-            self.pushes.append(Arrived(shard.number, shard.index, before, entry))
+            self.pushes.append(Arrived(shard.number, shard.index, read, entry))
             progress.add_square(entry, message, shard.gradient_of(message))
             if shard.number == 0:
                 progress.note_push(entry, shard.version)

@@ -87,7 +87,9 @@ class Replayed:
         return asdict(self) | {"pushes": [push._asdict() for push in self.pushes]}
 
 
-def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None, data: Path | None = None) -> Replayed:
+def replay(
+    run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None, data: str | Path | None = None
+) -> Replayed:
     """Re-run the run in the folder `run` in the virtual world, and compare it with its record.
 
     Each shard and the coordinator take in the same messages in the same order. So the gradients, the weights and the

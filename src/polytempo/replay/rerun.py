@@ -54,7 +54,9 @@ _INSTANT = Cluster(network=Link(0.0, _NEVER), memory=Link(0.0, _NEVER), flops_pe
 class Rerun:
     """The machines and lives of one replay. `progress.difference` has the first difference from the record."""
 
-    def __init__(self, recorded: Recorded, job: Job, strategy: Strategy, data: Path | None, stop: Stop | None) -> None:
+    def __init__(
+        self, recorded: Recorded, job: Job, strategy: Strategy, data: str | Path | None, stop: Stop | None
+    ) -> None:
         assert strategy.server is not None
         facts, shards = recorded.facts, strategy.server.shards
         self.facts = facts
@@ -167,7 +169,7 @@ class Rerun:
             self.finals[written(life)] = context.sha256()
 
 
-def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
+def options_of(facts: RunFacts, data: str | Path | None) -> RunOptions:
     """The relevant options of the run; `data` may be at another place now."""
     given = dict(facts.options)
     bits = precision_of(given.get("precision"))

@@ -94,6 +94,7 @@ def run(
         )
     setup = prepare(in_order([spec]), setup)
     result = performed(spec, setup, shown_progress(progress), available)
+    _say_missed(spec, result)
     bring_states(spec.options, result)
     return result.made_by(job, spec.options.out)
 
@@ -122,6 +123,7 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:
         for slices in {spec.strategy.slices for spec in specs} - {None}:
             check_enough(found.samples, slices or 1, "slices")
     notes = [*found.warned, *batch_notes(found.samples, replicas, specs[0].batch_size)]
+    notes += [note] if (note := found.reads.note(replicas)) else []
     if 0 < found.devices < workers:
         notes.append(f"{workers} workers share {found.devices} device{'s' * (found.devices > 1)}")
     if here:
@@ -175,6 +177,13 @@ def performed(
             raise
 
 
+def _say_missed(spec: RunSpec, result: Result) -> None:
+    """Tell of steps of a profile that the run has not made."""
+    profile = spec.options.profile
+    if profile is not None and (missed := profile.missed(result.resumed_at or 0, result.steps)) is not None:
+        print(f"note: {missed}", file=sys.stderr)
+
+
 def join(
     job: Job | str,
     strategy: Strategy | str,
@@ -194,4 +203,6 @@ def join(
             stack.enter_context(tracked(spec, "process"))
         with show_rows(shown, spec) as show:
             result = Trainer(spec, world=world).fit_logged(on_row=show)
+        if world.rank == 0:
+            _say_missed(spec, result)
         return reported(result, options.out) if options.out is not None and world.rank == 0 else result

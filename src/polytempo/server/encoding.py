@@ -180,6 +180,16 @@ class Coding:
 # ---------------------------------------------------------------------------------------------------- at the worker
 
 
+def check_finite(flat: Tensor, codings: Sequence[Coding], worker: int) -> None:
+    """Raise NotFinite for NaN or an infinity in the vector of all parameters that `worker` pushes."""
+    bad = first_unfinite(flat, can_be_native(flat.dtype)) if flat.numel() and not flat.is_meta else -1
+    for coding in codings if bad >= 0 else ():
+        for each in coding.ranges:
+            if 0 <= bad - each.start < each.numel:
+                rank = f"{each.name} on rank {worker}"
+                raise NotFinite(coding.codec.facts.name, bad - each.start, float(flat[bad]), rank)
+
+
 class Encoder:
     """Encodes the pushes of `worker` to the shards of `shards`, and keeps the codec's states between pushes.
 
@@ -210,11 +220,7 @@ class Encoder:
 
     def encode(self, flat: Tensor) -> list[Tensor]:
         """The message to each shard. Raises NotFinite, before anything is changed, where `flat` has such an element."""
-        bad = first_unfinite(flat, can_be_native(flat.dtype)) if flat.numel() else -1
-        if bad >= 0:
-            where = next(r for coding in self._codings for r in coding.ranges if 0 <= bad - r.start < r.numel)
-            rank = f"{where.name} on rank {self._worker}"
-            raise NotFinite(self._codec.facts.name, bad - where.start, float(flat[bad]), rank)
+        check_finite(flat, self._codings, self._worker)
         self._pushes += 1
         messages = []
         for shard, coding in enumerate(self._codings):

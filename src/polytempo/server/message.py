@@ -133,6 +133,10 @@ class Pull(Request, frozen=True, eq=False):
 
     clock: int
     basis: int
+    resulting: bool = False
+    """True for the run's resulting weights, which are not a region's where the rule has regions."""
+    last: bool = False
+    """The worker has no more work."""
 
 
 class Members(Request, frozen=True, eq=False):

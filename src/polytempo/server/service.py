@@ -10,7 +10,7 @@ import torch
 
 from polytempo.core import Codec
 from polytempo.core.codec import DeltaCodec, PullCodec, check_codec
-from polytempo.core.rule import Service
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
 from polytempo.server.worker.transforms import pull, push
@@ -45,6 +45,24 @@ def check_service(service: Service) -> None:
     check_pull_codec(service.pull_codec)
     if service.hierarchical:
         _check_sums(service)
+    if service.rule.region_size:
+        _check_regions(service)
+
+
+def _check_regions(service: Service) -> None:
+    """Raise ValueError where workers rest, help each other, or have gradients corrected: regions know none of these."""
+    asked = {
+        "waits=True": service.waits,
+        'deals="evenly"': service.deals == "evenly",
+        "modifiers": bool(service.modifiers),
+        "reassigns": service.reassigns is not None,
+        "numbers_per_batch": service.numbers_per_batch > 1,
+    }
+    if unfit := [name for name, has in asked.items() if has]:
+        raise ValueError(
+            f"{service.rule.name} has regions of workers, each with weights of its own, which do not go with "
+            f"{', '.join(unfit)}; leave these out, or use a rule without regions, such as in_shares()"
+        )
 
 
 def _check_sums(service: Service) -> None:
@@ -79,6 +97,19 @@ def served(
         synchronized=False,
         meeting=service,
     )
+
+
+def outer_step(lr: float, momentum: float, momentum_every: int = 1, option: str = "momentum_every") -> UpdateRule:
+    """The server's step of DiLoCo's family: Nesterov's, with a momentum in every n-th update. ValueError for n < 1."""
+    if momentum_every < 1:
+        raise ValueError(
+            f"{option} is a number of updates, at least 1, such as the number of workers, got {momentum_every}"
+        )
+    if not lr > 0 or not 0 <= momentum < 1:
+        raise ValueError(f"the server's outer step needs a rate > 0 and a momentum in [0, 1), got {lr} and {momentum}")
+    if momentum == 0:
+        return UpdateRule("sgd", lr)
+    return UpdateRule("sgd", lr, momentum=momentum, nesterov=True, momentum_every=momentum_every)
 
 
 def choice(what: str, given: str, choices: Mapping[str, T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -99,8 +98,8 @@ class Job:
 
     model: Callable[[], nn.Module]
     """Makes the model; called after the seed is set, so every worker makes the same one."""
-    data: Callable[[Path | None], Data]
-    """Reads the data; its argument is the folder or file given as `--data`."""
+    data: Callable[[Any], Data]
+    """Reads the data; its argument is the value of `--data`: a Path, a URL as text, or None."""
     loss: Callable[[Any, Any], Tensor]
     """`loss(output, target)`: the mean over the batch, which is a pair (input, target). Or `of_batch(loss)`, which is
     called as `loss(model, batch)`. If it is not a mean over samples, name its divisor by `divided_by`."""

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from polytempo.core.errors import JobFailed, PolytempoError
+from polytempo.data.source import refuse_several
 from polytempo.spec.job import Data, Job
+from polytempo.spec.rates.chained import Chained
 from polytempo.spec.rates.plateau import Plateau
+from polytempo.spec.text.plain_values import written
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
@@ -33,6 +36,7 @@ BATCH = "making a batch of its data"
 ON_BATCH = "pt.Data(train, test, collate=…) takes the function that makes a batch of a list of samples"
 _MOST_FRAMES = 6
 """Frames of the job's own code that a message shows, the innermost ones."""
+_MOVED = ("lr", "momentum", "betas")
 _MOST_NAMED = 6
 """Parts of a value that a message names."""
 
@@ -48,7 +52,7 @@ def model_of(job: Job) -> nn.Module:
     return model
 
 
-def data_of(job: Job, path: Path | None) -> Data:
+def data_of(job: Job, path: str | Path | None) -> Data:
     """The job's data. ValueError where `data(path)` returns something else, or a training set without samples."""
     try:
         data = called(job, "data(path)", job.data, path)
@@ -62,6 +66,7 @@ def data_of(job: Job, path: Path | None) -> Data:
         expected = "pt.Data(train, test)" + ("; write pt.Data(*…) around it" if pair else "")
         raise wrong(job, "data(path)", data, expected, job.data)
     for name, given in (("train", data.train), ("test", data.test)):
+        refuse_several(given)
         if given is not None and hasattr(given, "__len__") and len(given) == 0:
             expected = f"at least one sample in {name}" + ("" if name == "train" else ", or test=None")
             raise wrong(job, "data(path)", f"pt.Data whose {name} has no samples", expected, job.data)
@@ -114,16 +119,35 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def schedule_of(job: Job, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler | None:
-    """The job's schedule, where it has one; a ReduceLROnPlateau as a `Plateau`. ValueError where the function
-    returns something else."""
+    """The job's schedule, where it has one; a ReduceLROnPlateau as a `Plateau`, a ChainedScheduler as a `Chained`.
+
+    Saved with it, for a resumed run with another one: `recipe`, which is its class where it has no name, `begun`, the
+    numbers of the parameter groups before it, and `epoch_steps`. ValueError where the function returns something else.
+    """
     if job.schedule is None:
         return None
     assert not isinstance(job.schedule, str)  # it is a `NamedSchedule` then
     form = "schedule(optimizer, steps_per_epoch)"
-    schedule = called(job, form, job.schedule, optimizer, steps_per_epoch)
-    if not isinstance(schedule, LRScheduler):
-        raise wrong(job, form, schedule, "a torch.optim.lr_scheduler.LRScheduler", job.schedule)
-    return Plateau.of(schedule) if isinstance(schedule, ReduceLROnPlateau) else schedule
+    begun = moved_numbers(optimizer)
+    made = called(job, form, job.schedule, optimizer, steps_per_epoch)
+    if not isinstance(made, LRScheduler):
+        raise wrong(job, form, made, "a torch.optim.lr_scheduler.LRScheduler", job.schedule)
+    schedule: LRScheduler = made
+    if isinstance(schedule, ReduceLROnPlateau):
+        schedule = Plateau.of(schedule)
+    elif type(schedule) is ChainedScheduler:
+        schedule = Chained.of(schedule)
+    elif not isinstance(getattr(schedule, "last_epoch", None), int):
+        returned = f"{_a(schedule)} without last_epoch"
+        raise wrong(job, form, returned, "a schedule that counts its steps in last_epoch, as torch's do", job.schedule)
+    recipe = getattr(schedule, "recipe", f"{type(schedule).__module__}:{type(schedule).__qualname__}")
+    vars(schedule).update(recipe=recipe, begun=begun, epoch_steps=steps_per_epoch)
+    return schedule
+
+
+def moved_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers of each parameter group that torch's schedules move: learning rate, momentum, betas."""
+    return [{key: written(group[key]) for key in _MOVED if key in group} for group in optimizer.param_groups]
 
 
 def made_schedule(job: Job) -> Callable[[Optimizer, int], LRScheduler] | None:

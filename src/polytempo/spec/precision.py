@@ -17,12 +17,13 @@ from polytempo.spec.text.resolution import resolve, unknown
 if TYPE_CHECKING:
     pass  # imports torch, which the command line reads options without
 
-Dtype = Literal["bf16", "fp16", "int8", "int4", "ternary"]
+Dtype = Literal["bf16", "fp16", "autocast", "int8", "int4", "ternary"]
 DYNAMIC = "dynamic"
 
-_TORCH = {"bf16": "bfloat16", "fp16": "float16"}
+_TORCH = {"bf16": "bfloat16", "fp16": "float16", "autocast": "bfloat16"}
 _BITS = {"int8": 8, "int4": 4, "ternary": 2}
 _MEANT = {
+    "amp": "autocast",
     "bfloat16": "bf16",
     "bfloat": "bf16",
     "float16": "fp16",
@@ -45,10 +46,10 @@ class Precision:
         """Refuse a precision that could not train."""
         if self.dtype not in _TORCH and self.dtype not in _BITS:
             raise ValueError(_no_dtype(self.dtype))
-        if self.dtype == "bf16" and self.loss_scale is not None:
+        if self.dtype in ("bf16", "autocast") and self.loss_scale is not None:
             raise ValueError(
-                f"loss_scale={self.loss_scale!r}: bf16 has the range of float32, so its gradients need no scale; leave "
-                "loss_scale out"
+                f"loss_scale={self.loss_scale!r}: {self.dtype} has the range of float32, so gradients need no scale; "
+                "leave loss_scale out"
             )
         if self.is_quantised and self.loss_scale is not None:
             raise ValueError(f"loss_scale={self.loss_scale!r}: gradients of {self.dtype} are float32; leave it out")
@@ -62,7 +63,7 @@ class Precision:
 
     @property
     def torch_name(self) -> str:
-        """Torch's name of the dtype: "bfloat16" or "float16"."""
+        """Torch's name of the dtype that forward computes in: "bfloat16" or "float16"."""
         return _TORCH[self.dtype]
 
     @property
@@ -71,9 +72,14 @@ class Precision:
         return self.dtype in _BITS
 
     @property
+    def is_autocast(self) -> bool:
+        """True for float32 parameters, with 16 bits within forward alone."""
+        return self.dtype == "autocast"
+
+    @property
     def bits(self) -> int:
         """Bits of a weight."""
-        return _BITS.get(self.dtype, 16)
+        return _BITS.get(self.dtype, 32 if self.is_autocast else 16)
 
     @property
     def is_dynamic(self) -> bool:
@@ -104,6 +110,8 @@ def precision(dtype: Dtype, *, loss_scale: float | Literal["dynamic"] | None = N
 
     Cost: 2 bytes for a weight and 2 for its gradient, in place of 4 and 4, and 4 for its master, which belongs to the
     optimizer's state; and a pass over these in each step. Plain means of gradients send 2 bytes a number.
+
+    "autocast": parameters and gradients stay float32, and forward computes in bfloat16 where torch's autocast does.
 
     "int8", "int4" and "ternary": forward and backward compute in float32 with weights of a few levels, Q(w) (see
     `training.precision.quantised_weights`), biases and norms as they are, and w ← optimizer(w, ∂L/∂Q(w)), the
@@ -137,6 +145,11 @@ def fp16(loss_scale: float | str | None = None) -> Precision:
     return Precision("fp16", loss_scale)  # type: ignore[arg-type]
 
 
+def autocast() -> Precision:
+    """The call in `--precision autocast`."""
+    return Precision("autocast")
+
+
 def int8() -> Precision:
     """The call in `--precision int8`."""
     return Precision("int8")
@@ -152,7 +165,7 @@ def ternary() -> Precision:
     return Precision("ternary")
 
 
-_MAKE = {"bf16": bf16, "fp16": fp16, "int8": int8, "int4": int4, "ternary": ternary}
+_MAKE = {"bf16": bf16, "fp16": fp16, "autocast": autocast, "int8": int8, "int4": int4, "ternary": ternary}
 
 
 def precision_of(given: Precision | str | None) -> Precision | None:

@@ -33,6 +33,7 @@ from polytempo.spec.table.option import (
 )
 from polytempo.spec.table.option_keywords import OptionKeywords
 from polytempo.spec.text.profiled_steps import ProfiledSteps, profiled_steps
+from polytempo.spec.text.tags import tags_of
 from polytempo.spec.tracker_call import TrackerCall, trackers_like, trackers_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ def _folder(given: object) -> Path | None:
     if given is not None and not isinstance(given, str | Path):
         raise ValueError("must be a folder, as a text or a Path")
     return Path(given) if isinstance(given, str) else given
+
+
+def data_path(given: object) -> str | Path | None:
+    """A folder or file as a Path; a URL stays text."""
+    return given if isinstance(given, str) and "://" in given else _folder(given)
 
 
 def _place(given: object) -> Place | None:
@@ -143,8 +149,8 @@ class RunOptions:
     end of a run is scored in any case. Scores change no bit of the training and take none of its time.
     """
 
-    data: Annotated[Path | None, Option(TRAINING, "PATH", read=_folder)] = None
-    """The folder or file with the job's data."""
+    data: Annotated[str | Path | None, Option(TRAINING, "PATH", read=data_path)] = None
+    """The folder or file with the job's data, or its URL, which the job gets as text."""
     batch_size: Annotated[Count | None, Option(TRAINING, "B")] = None
     """Samples per worker and step. Default: the job's."""
     global_batch_size: Annotated[Count | None, Option(TRAINING, "B")] = None
@@ -172,11 +178,11 @@ class RunOptions:
     schedule: Annotated[
         NamedSchedule | None, Option(TRAINING, "CALL", read=schedule_of_text, complete=schedules_like)
     ] = None
-    """Change the learning rate by plateau(patience=3), CosineAnnealingLR(T_max='10 epochs'), my_module:warm_up, ….
+    """Change the learning rate by plateau(patience=3), CosineAnnealingLR(T_max=run), my_module:warm_up, ….
     Default: the job's schedule.
 
-    Text: `plateau`, a class of torch.optim.lr_scheduler, or a function of one's own, with arguments by name; epochs in
-    quotes become steps.
+    Text: `plateau`, a class of torch.optim.lr_scheduler, or a function of one's own, with arguments by name;
+    'run', '0.1 run' and '10 epochs' become steps.
     """
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), Option(TRAINING, "S")] = 0
     """Seed of initial weights, sample order and random numbers. Default: 0."""
@@ -192,7 +198,7 @@ class RunOptions:
     See `large_batch.WeightAverage`. Training does not see it; checkpoints have both.
     """
     precision: Annotated[Precision | None, Option(TRAINING, "DTYPE", read=precision_of)] = None
-    """Compute with parameters of fewer bits, float32 masters: bf16, 'fp16(loss_scale=dynamic)', int8, int4 or ternary.
+    """Compute in fewer bits: autocast (parameters stay float32), bf16, 'fp16(loss_scale=dynamic)', int8, int4, ternary.
 
     `pt.precision("bf16")`, or its text; None: float32.
     """
@@ -204,19 +210,19 @@ class RunOptions:
     As text, `pt.callbacks.early_stop(patience=3)`, or an object of a class derived from `pt.callbacks.Callback`. They
     may ask for the run's end, a checkpoint or an evaluation. See `docs/callbacks.md`.
     """
-    clients: Annotated[str | None, Option(TRAINING, "PARTITION", ONE_STRATEGY)] = None
+    clients: Annotated[str | None, Option(TRAINING, "PARTITION")] = None
     """Deal the training data to clients: 'iid(100)', 'dirichlet(100, alpha=0.5)', 'shards(100, per_client=2)' or
     'by_size(100)'.
 
     For strategies of rounds, such as `fed_avg`. Default: the clients of the job's data (`pt.federated.clients`).
     """
-    sampling: Annotated[str | None, Option(TRAINING, "RULE", ONE_STRATEGY)] = None
+    sampling: Annotated[str | None, Option(TRAINING, "RULE")] = None
     """Draw a round's clients by a rule: 'drop_outs(0.1)', 'day_and_night(24)', 'over_selected(0.3)', 'weighted' or
     'both(drop_outs(0.1), over_selected(0.3))'.
 
     For strategies of rounds, such as `fed_avg`. Default: the rule of the job's data, else all clients are alike.
     """
-    client_test: Annotated[Annotated[float, Meta(gt=0, lt=1)] | None, Option(TRAINING, "PART", ONE_STRATEGY)] = None
+    client_test: Annotated[Annotated[float, Meta(gt=0, lt=1)] | None, Option(TRAINING, "PART")] = None
     """Hold out this part of each client's samples, such as 0.2, and score the model on them, client by client.
 
     Scores then have the spread of the clients' accuracies, and the job's own test set is scored as `job_test`.
@@ -314,7 +320,8 @@ class RunOptions:
     As text, `pt.trackers.wandb(project="x")`, or an object with the four calls of `pt.trackers.Tracker`. They read the
     run's folder in a process beside the run, which does not wait for them. See `docs/trackers/index.md`.
     """
-
+    tags: Annotated[Sequence[str], Option(FOLDER, "TAG", read=tags_of, flag="--tag")] = ()
+    """Find the run by this word in `polytempo runs` and on the live page, which can change tags; again for another."""
     profile: Annotated[ProfiledSteps | None, Option(FOLDER, "STEPS", PROCESSES, read=profiled_steps)] = None
     """Record steps with torch.profiler, such as 20:30, on the first 8 ranks; 20:30@0,3 and 20:30@all choose others.
 
@@ -337,7 +344,7 @@ class RunOptions:
                 f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
                 "all together; leave one of them out"
             )
-        for name in ("resume", "checkpoint_every", "trackers", "profile"):
+        for name in ("resume", "checkpoint_every", "trackers", "tags", "profile"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
         if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:

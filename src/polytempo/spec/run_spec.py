@@ -23,6 +23,7 @@ from polytempo.spec.batch_growth import Geometric, NormTest
 from polytempo.spec.callbacks.reading import unnamed
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.precision import Precision
+from polytempo.spec.rates.schedules import RunLength, for_run
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology, num_added
@@ -60,6 +61,8 @@ class RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
         job = _scheduled(check_job(job), options)
         _check_features(job, strategy, workers, options)
+        if options.profile is not None:
+            options.profile.check(workers, options.steps)
         if strategy.rounds is not None:  # an item of the data is a client
             options = replace(options, batch_size=None, global_batch_size=strategy.slices)
         if strategy.before is not None:  # a first run that cannot be is refused before anything begins
@@ -70,14 +73,15 @@ class RunSpec:
         if options.accumulate > each:
             refuse({"accumulation", "few samples"}, accumulate=options.accumulate, samples=each)
         by_steps = options.epochs is None and options.steps is not None
+        epochs = None if by_steps else options.epochs or job.epochs * (_UNTIL_EPOCHS if options.until else 1)
         return cls(
-            job=job,
+            job=_in_run(job, strategy, epochs, options),
             strategy=strategy,
             workers=workers,
             options=options,
             lr=options.lr or job.lr,
             batch_size=each,
-            epochs=None if by_steps else options.epochs or job.epochs * (_UNTIL_EPOCHS if options.until else 1),
+            epochs=epochs,
         )
 
     @property
@@ -160,9 +164,10 @@ class RunSpec:
         except msgspec.DecodeError as error:
             raise ValueError(f"this is not a {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
         options = RunOptions(**told.options)
+        strategy = replace(parse_strategy(told.strategy), before=None)  # the launcher has seen to that
         return cls(
-            job=_found(told.job, find_job, options),
-            strategy=replace(parse_strategy(told.strategy), before=None),  # the launcher has seen to that
+            job=_in_run(_found(told.job, find_job, options), strategy, told.epochs, options),
+            strategy=strategy,
             workers=told.workers,
             options=options,
             lr=told.lr,
@@ -200,7 +205,9 @@ def _of_first(options: RunOptions, steps: int) -> RunOptions:
     """The options of the first of two runs: to its last step, with a checkpoint there."""
     every = options.checkpoint_every or steps
     folder = options.out or Path()  # which one is known when it begins
-    return replace(options, steps=steps, epochs=None, until={}, checkpoint_every=every, out=folder, ema=None)
+    profile = options.profile if options.profile is not None and options.profile.first < steps else None
+    options = replace(options, steps=steps, epochs=None, until={}, checkpoint_every=every, out=folder, ema=None)
+    return replace(options, profile=profile)
 
 
 def check_precision(precision: Precision, strategy: Strategy) -> None:
@@ -276,13 +283,22 @@ def _features_of(precision: Precision | None) -> frozenset[str]:
     if precision is None:
         return frozenset()
     scaled = {"loss scale"} if precision.loss_scale is not None else set()
-    scaled |= {"quantised"} if precision.is_quantised else set()
+    scaled |= {"quantised"} if precision.is_quantised else {"autocast"} if precision.is_autocast else set()
     return frozenset({"precision", *scaled, *({"dynamic loss scale"} if precision.is_dynamic else set())})
 
 
 def _scheduled(job: Job, options: RunOptions) -> Job:
     """The job with the schedule of the options, if they have one."""
     return job if options.schedule is None else replace(job, schedule=options.schedule)
+
+
+def _in_run(job: Job, strategy: Strategy, epochs: float | None, options: RunOptions) -> Job:
+    """The job with its schedule for a run of that length. Rounds with clients are counted in steps alone. Steps of a
+    batch that grows are fewer than the steps of a schedule, which follows the epochs."""
+    length = RunLength(None if strategy.rounds is not None else epochs, options.steps)
+    if options.batch_growth and options.steps is not None:
+        length = RunLength(None, None)
+    return job if job.schedule is None else replace(job, schedule=for_run(job.schedule, length))
 
 
 def _found(told: _JobText, find_job: Callable[[str], Job], options: RunOptions) -> Job:

@@ -26,6 +26,7 @@ from polytempo.strategies.features_replay import features_replay
 from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
 from polytempo.strategies.gpipe import gpipe
+from polytempo.strategies.halos import halos
 from polytempo.strategies.hogwild import hogwild
 from polytempo.strategies.hybrid import hybrid
 from polytempo.strategies.int8_sgd import int8_sgd
@@ -89,6 +90,7 @@ __all__ = [
     "flexrr",
     "gossip",
     "gpipe",
+    "halos",
     "hogwild",
     "hybrid",
     "int8_sgd",

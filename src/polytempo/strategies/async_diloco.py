@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from polytempo.core import Codec, Strategy, call_name, identity
 from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
-from polytempo.core.rule import Service, Staleness, UpdateRule
+from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import in_shares
 from polytempo.server.rules.staleness import scale_of
-from polytempo.server.service import served
+from polytempo.server.service import outer_step, served
 from polytempo.server.worker.transforms import push_movement
 
 
@@ -58,20 +56,13 @@ def async_diloco(
     where there slower ones have fewer steps; s(τ) is the paper's 1/√(1 + τ) by `power(0.5)` but for the 1. There all
     workers wait; `delay` is as in `streaming_diloco(blend="keep")`.
     """
-    if momentum_every < 1:
-        raise ValueError(
-            f"momentum_every is a number of updates, at least 1, such as the number of workers, got {momentum_every}"
-        )
-    outer = UpdateRule("sgd", outer_lr)
-    if outer_momentum > 0:
-        outer = replace(outer, momentum=outer_momentum, nesterov=True, momentum_every=momentum_every)
     return served(
         call_name(async_diloco, locals(), brief=(*BRIEF, "scale", "momentum_every", "delay")),
         Service(
             in_shares(scale_of(scale)),
             shards=shards,
             replicas=replicas,
-            optimizer=outer,
+            optimizer=outer_step(outer_lr, outer_momentum, momentum_every),
             codec=codec,
             pull_codec=pull_codec,
         ),

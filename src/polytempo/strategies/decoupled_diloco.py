@@ -5,9 +5,9 @@ from __future__ import annotations
 from polytempo.core import Codec, Strategy, call_name, identity
 from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
-from polytempo.core.rule import Service, UpdateRule
+from polytempo.core.rule import Service
 from polytempo.server.rules.synchronous_step import quorum as rule
-from polytempo.server.service import served
+from polytempo.server.service import outer_step, served
 from polytempo.server.worker.transforms import push_movement
 
 
@@ -22,6 +22,7 @@ def decoupled_diloco(
     pull_codec: PullCodec | None = None,
     delay: int = 0,
     grace_s: float = 0.0,
+    momentum_every: int = 1,
 ) -> Strategy:
     """DiLoCo of the first workers that come: a slow one, or a dead one, holds up no other.
 
@@ -36,6 +37,9 @@ def decoupled_diloco(
     `async_diloco`, to the bit; q = λ or more waits for all, as `diloco` does, and so does a long enough window. Little
     momentum, for late movements act as momentum.
 
+    `momentum_every` = N delays the momentum to every N-th outer step, by the sum of N steps' Δ, as in `async_diloco`. N
+    steps of q movements each are one of all workers for N = λ/q.
+
     With `delay` a worker goes on meanwhile, and takes φ in so many steps later, as in `async_diloco`.
 
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`. Weight decay and
@@ -43,7 +47,7 @@ def decoupled_diloco(
 
     Cost: a movement there and the parameters back, in one of `period` steps of a worker, which waits for q - 1 others
     unless there is a delay, and the window; memory for φᵢ. ValueError for a quorum below 1, for a delay of a period or
-    more, and for a negative or infinite window.
+    more, for a negative or infinite window, and for N below 1.
 
     Source: "Decoupled DiLoCo for resilient distributed pre-training", arXiv 2604.21428, 2026. Deviations: the grace
     window has a fixed length, where the paper's adapts; a shard's first copy times it, and a copy that takes its place
@@ -52,13 +56,13 @@ def decoupled_diloco(
     samples per second, and c/λ of the outer rate.
     """
     return served(
-        call_name(decoupled_diloco, locals(), brief=(*BRIEF, "delay", "grace_s")),
+        call_name(decoupled_diloco, locals(), brief=(*BRIEF, "delay", "grace_s", "momentum_every")),
         Service(
             rule(quorum, grace_s),
             shards=shards,
             replicas=replicas,
             waits=quorum > 1 or grace_s > 0,
-            optimizer=UpdateRule("sgd", outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            optimizer=outer_step(outer_lr, outer_momentum, momentum_every),
             codec=codec,
             pull_codec=pull_codec,
         ),

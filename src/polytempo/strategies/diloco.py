@@ -7,15 +7,16 @@ from polytempo.compression import through
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.core.codec import check_codec
-from polytempo.synchronization import every
+from polytempo.synchronization import PeriodRule, every
 
 
 def diloco(
-    period: int = 16,
+    period: int | PeriodRule = 16,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     route: Route | WireRoute = native,
     codec: Codec | None = None,
+    outer_optimizer: Transform | None = None,
 ) -> Strategy:
     """Take the workers' mean movement in `period` local steps as the gradient of a Nesterov step.
 
@@ -24,6 +25,9 @@ def diloco(
     write `codec=feedback(top_k(0.1))`, because the part that a codec without feedback leaves out is lost. The outer
     momentum amplifies late parts, so a codec that sends a hundredth needs a smaller outer_lr. `route` is as in
     `local_sgd`.
+
+    `outer_optimizer` makes another step of Δ than Nesterov's: `adam()`, `schedule_free()`, `delayed_nesterov()`,
+    `heavy_ball()` or `nesterov()` of `polytempo.aggregation`, or a transform of your own. It has a rate of its own.
 
     In an elastic run a round ends immediately where a worker is lost: the outer step is made of the others' movement,
     and the lost worker's samples since the last one are dealt again. Newcomers get the anchor and the outer momentum,
@@ -36,12 +40,25 @@ def diloco(
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
-    meet = chain(mean_movement(route, codec), nesterov(outer_lr, outer_momentum))
+    outer = outer_step(outer_lr, outer_momentum, outer_optimizer)
+    meet = chain(mean_movement(route, codec), outer)
     return Strategy(
         call_name(diloco, locals()),
         parameters=every(period, from_anchor(meet)),
         synchronized=period == 1,
     )
+
+
+def outer_step(lr: float, momentum: float, optimizer: Transform | None) -> Transform:
+    """The outer optimizer: `optimizer`, or Nesterov's steps. ValueError for both."""
+    if optimizer is None:
+        return nesterov(lr, momentum)
+    if (lr, momentum) != (0.7, 0.5):
+        raise ValueError(
+            f"outer_lr={lr} and outer_momentum={momentum} belong to Nesterov's steps, and outer_optimizer="
+            f"{optimizer.name or 'a transform'} has numbers of its own; give one or the other"
+        )
+    return optimizer
 
 
 def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.strategy import undoes_steps
 from polytempo.core.transform import is_idle
 from polytempo.partition.hybrid.divided_names import DividedNames, names_of
@@ -50,13 +51,7 @@ def hybrid(
     chosen = None if names == (AUTO,) else names
     found = over_parts(name, DividedNames(chosen, exchange, link, Wires(activations, gradients)), between)
     if not (between.synchronized and is_idle(between.parameters, _SOME_RANKS)):
-        raise ValueError(
-            f"{name}: all workers make each step of a divided layer together, and {between} lets models differ, or "
-            "exchanges parameters; give an inner strategy that exchanges gradients, such as sync_sgd() or top_k_sgd()"
-        )
+        refuse({"divided layers", "models differ"}, who=name, strategy=between)
     if undoes_steps(between):
-        raise ValueError(
-            f"{name}: {between} makes a step of two gradients, and does not see gradients of divided layers; give an "
-            "inner strategy such as sync_sgd() or top_k_sgd()"
-        )
+        refuse({"divided layers", "provisional steps"}, who=name, strategy=between)
     return found

@@ -6,10 +6,10 @@ from polytempo.aggregation import from_anchor
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, call_name, native
 from polytempo.strategies.diloco import mean_movement
-from polytempo.synchronization import every
+from polytempo.synchronization import PeriodRule, every
 
 
-def local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec | None = None) -> Strategy:
+def local_sgd(period: int | PeriodRule = 8, route: Route | WireRoute = native, codec: Codec | None = None) -> Strategy:
     """Every worker takes `period` steps of its own, then all continue from the mean of their models.
 
     θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … ; momentum and other state stay with the worker. With a `codec`, each worker's

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.aggregation import mean
 from polytempo.core import Route, Strategy, call_name, native
-from polytempo.synchronization import every
+from polytempo.synchronization import PeriodRule, every
 
 
-def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: Route = native) -> Strategy:
+def parameter_averaging(period: int | PeriodRule = 10, optimizer_state: bool = True, route: Route = native) -> Strategy:
     """Average the models every `period` steps, and with them the optimizers' state.
 
     θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … With `optimizer_state` the moments (momentum, Adam's m and v) are averaged too, as

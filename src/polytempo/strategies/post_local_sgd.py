@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.aggregation import mean
 from polytempo.core import Route, Strategy, call_name, native
-from polytempo.synchronization import after, every, until
+from polytempo.synchronization import PeriodRule, after, every, until
 
 
-def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = native) -> Strategy:
+def post_local_sgd(switch_step: int = 100, period: int | PeriodRule = 8, route: Route = native) -> Strategy:
     """Synchronous SGD for `switch_step` steps, then local SGD with `period`.
 
     The paper switches at the first decay of the learning rate. From the switch on, momentum and other state are each

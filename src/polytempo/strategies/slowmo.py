@@ -5,11 +5,11 @@ from __future__ import annotations
 from polytempo.aggregation import from_anchor, heavy_ball, mean
 from polytempo.core import Route, Strategy, call_name, chain, native
 from polytempo.core.strategy import checked_inner
-from polytempo.synchronization import every
+from polytempo.synchronization import PeriodRule, every
 
 
 def slowmo(
-    period: int = 12,
+    period: int | PeriodRule = 12,
     slow_lr: float = 1.0,
     slow_momentum: float = 0.5,
     route: Route = native,

@@ -7,11 +7,11 @@ from typing import Literal
 from polytempo.aggregation import from_anchor, senders_mean
 from polytempo.compression import chunk_top_k, feedback, through
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.synchronization import every
+from polytempo.synchronization import PeriodRule, every
 
 
 def sparse_loco(
-    period: int = 16,
+    period: int | PeriodRule = 16,
     outer_lr: float = 1.0,
     decay: float = 0.95,
     codec: Codec | None = None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import from_anchor, nesterov
+from polytempo.aggregation import from_anchor
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
-from polytempo.strategies.diloco import mean_movement
+from polytempo.strategies.diloco import mean_movement, outer_step
 from polytempo.synchronization import behind, blended, every
 from polytempo.synchronization import fragments as in_turns
 from polytempo.synchronization.fragments import Blend, check_blend
@@ -20,6 +20,7 @@ def streaming_diloco(
     outer_momentum: float = 0.5,
     route: Route | WireRoute = native,
     codec: Codec | None = None,
+    outer_optimizer: Transform | None = None,
 ) -> Strategy:
     """DiLoCo by fragments: each meets once in `period` steps, at a step of its own, and its answer comes later.
 
@@ -34,8 +35,8 @@ def streaming_diloco(
     about equally large; the inner optimizers keep their state. With P = 1, τ = 0 and a = 0 it is `diloco`; with a = 1
     no worker hears of others.
 
-    With a `codec` each worker's movement is encoded; see `local_sgd`. Elastic runs refuse it: fragments' exchanges are
-    under way when a step ends.
+    With a `codec` each worker's movement is encoded; see `local_sgd`. `outer_optimizer` is as in `diloco`. Elastic runs
+    refuse it: fragments' exchanges are under way when a step ends.
 
     Cost: the bytes of `diloco` in H steps, at most one fragment's at a time: the peak is 1/P. Memory for φ, v, and the
     answers on their way. ValueError for τ ≥ H, and for P > H.
@@ -45,9 +46,10 @@ def streaming_diloco(
     outer momentum is 0.5 in place of 0.9, as in `diloco`.
     """
     check_blend(blend)
+    outer = outer_step(outer_lr, outer_momentum, outer_optimizer)
 
     def fragment(p: int, first: int) -> Transform:
-        meet = from_anchor(chain(mean_movement(route, codec), nesterov(outer_lr, outer_momentum)))
+        meet = from_anchor(chain(mean_movement(route, codec), outer))
         if delay != 0:
             return behind(delay, meet, period, first, blend, p, fragments)
         return every(period, meet if blend == "keep" else blended(blend, meet), first)

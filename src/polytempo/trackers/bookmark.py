@@ -28,6 +28,8 @@ class _Written(msgspec.Struct):
     identity: str
     steps: dict[str, int] = {}
     """The last step of each kind of row and worker."""
+    given: dict[str, int] = {}
+    """Number of records of that step: `pt.log` may be called several times in one."""
     events: int = 0
     """Number of other records."""
 
@@ -41,7 +43,7 @@ class Bookmark:
 
     def __init__(self, path: Place, written: _Written) -> None:
         self._path, self._written = path, written
-        self._before, self._skipped = dict(written.steps), written.events
+        self._before, self._rest, self._skipped = dict(written.steps), dict(written.given), written.events
 
     @classmethod
     def of(cls, folder: Place, name: str, *, fresh: bool) -> Bookmark:
@@ -61,14 +63,21 @@ class Bookmark:
 
     def is_new(self, record: StreamRecord) -> bool:
         """True for a record that the tracker has not been given before; it counts as given now."""
-        if isinstance(record, RunStarted | RunFinished):
+        if isinstance(record, RunStarted | RunFinished):  # the next part writes records of the last steps again
+            self._before, self._rest = dict(self._written.steps), dict(self._written.given)
             return False
         if isinstance(record, TrainRow | TestRow | ExchangeRow | CheckpointSaved | Logged | LoggedText | LoggedImage):
             key = f"{record.__struct_config__.tag}/{getattr(record, 'worker', None)}"
             again = isinstance(record, Logged | LoggedText | LoggedImage)
             steps = self._before if again else self._written.steps
             new = record.step > steps.get(key, -1)
-            self._written.steps[key] = max(record.step, self._written.steps.get(key, -1))
+            if again and record.step == steps.get(key):
+                self._rest[key] = self._rest.get(key, 0) - 1
+                new = self._rest[key] < 0
+            last = self._written.steps.get(key, -1)
+            if new and record.step >= last:
+                self._written.steps[key] = record.step
+                self._written.given[key] = 1 + (self._written.given.get(key, 0) if record.step == last else 0)
             return new
         if self._skipped:
             self._skipped -= 1
@@ -76,6 +85,11 @@ class Bookmark:
         self._written.events += 1
         return True
 
-    def write(self) -> None:
-        """Keep the place."""
-        files.replace(self._path, msgspec.json.encode(self._written))
+    @property
+    def place(self) -> bytes:
+        """The present place."""
+        return msgspec.json.encode(self._written)
+
+    def write(self, place: bytes | None = None) -> None:
+        """Keep this place, or the present one."""
+        files.replace(self._path, self.place if place is None else place)

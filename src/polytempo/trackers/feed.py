@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
 from polytempo.core.system.url_path import place
+from polytempo.report.status.client_rounds import ROUND
 from polytempo.report.status.records import (
     ExchangeRow,
     Logged,
+    LoggedText,
     RunFinished,
     RunStarted,
     StreamRecord,
@@ -26,11 +30,12 @@ from polytempo.report.status.records import (
 )
 from polytempo.report.status.stream import RunStream
 from polytempo.trackers.bookmark import Bookmark
-from polytempo.trackers.tracker import TrackedRun, Tracker, scalars
+from polytempo.trackers.tracker import BufferingTracker, TrackedRun, Tracker, scalars
 
 EVERY_S = 1.0
 """Seconds between two looks at the run's folder."""
 _MOST_SAID = 300
+_MOST_PLACES = 4096
 
 
 class TrackerFeed:
@@ -53,6 +58,8 @@ class TrackerFeed:
         self._over = threading.Event()
         self._finish = RunFinished(state="failed", why="the launcher was killed")
         self._called_s: float | None = None
+        self._places: deque[tuple[float, bytes]] = deque()
+        """Places in the stream with the time of the last record before them: the last that was kept, and later ones."""
         self._dropped = False
 
     def begin(self) -> None:
@@ -94,6 +101,7 @@ class TrackerFeed:
         folder = place(self._run.folder)
         bookmark = Bookmark.of(folder, self.name, fresh=not self._run.resumed)
         bookmark.write()  # the identity, before the library knows it
+        self._places.append((time.monotonic(), bookmark.place))
         with _Called(self):
             tracker.start(msgspec.structs.replace(self._run, identity=bookmark.identity))
         stream: RunStream | None = None
@@ -109,9 +117,24 @@ class TrackerFeed:
                 if bookmark.is_new(record):
                     with _Called(self):
                         _hand(tracker, record)
-            bookmark.write()
+                if time.monotonic() - self._places[-1][0] >= self._every_s:
+                    self._keep(tracker, bookmark)
+            self._keep(tracker, bookmark)
         with _Called(self):
             tracker.finish(self._finish)
+        bookmark.write()
+
+    def _keep(self, tracker: Tracker, bookmark: Bookmark) -> None:
+        """Keep the newest place with records before it that would all survive a kill."""
+        if len(self._places) == _MOST_PLACES:  # a `kept_s` that stands still
+            self._places.pop()
+        self._places.append((time.monotonic(), bookmark.place))
+        with _Called(self):
+            kept_s = tracker.kept_s() if isinstance(tracker, BufferingTracker) else inf
+        while len(self._places) > 1 and self._places[1][0] <= kept_s:
+            self._places.popleft()
+        if self._places[0][0] <= kept_s:
+            bookmark.write(self._places[0][1])
 
     def _begun(self, over: bool) -> tuple[RunStream | None, list[StreamRecord]]:
         """The stream with its first records, once its last start is of this run."""
@@ -143,5 +166,7 @@ def _hand(tracker: Tracker, record: StreamRecord) -> None:
     if isinstance(record, TrainRow | TestRow | ExchangeRow | Logged):
         if values := scalars(record):
             tracker.log(values, record.step)
+    elif isinstance(record, LoggedText) and record.name == ROUND:
+        return  # a file of each round's clients, in some trackers
     elif not isinstance(record, RunStarted | RunFinished):
         tracker.event(record)

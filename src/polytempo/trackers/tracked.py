@@ -79,7 +79,9 @@ def facts_of(spec: RunSpec, out: Place, world: str) -> TrackedRun:
     """The facts of a job's run for its trackers."""
     options = spec.options
     settings = {
-        name: value for name, value in options.as_plain().items() if isinstance(value, str | int | float | bool)
+        name: value
+        for name, value in options.as_plain().items()
+        if isinstance(value, str | int | float | bool) and value != ""
     }
     settings |= {"job": spec.job.name, "strategy": str(spec.strategy), "workers": spec.workers}
     settings |= {"lr": spec.lr, "batch_size": spec.batch_size, "global_batch_size": spec.global_batch_size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from msgspec.structs import asdict
@@ -60,6 +60,14 @@ class Tracker(Protocol):
 
     def finish(self, status: RunFinished) -> None:
         """End the run. The state is "failed", with a reason, also where the launcher was killed."""
+
+
+@runtime_checkable
+class BufferingTracker(Protocol):
+    """A tracker with a buffer: a kill of all processes loses its last records."""
+
+    def kept_s(self) -> float:
+        """A time of `time.monotonic`: records before it would survive. The others are given again after a resume."""
 
 
 def scalars(record: StreamRecord) -> dict[str, float]:

@@ -63,6 +63,7 @@ from polytempo.training.observe.callback_host import host_of
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.observe.resumption import load
+from polytempo.training.observe.user_log import note_reads
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
 from polytempo.training.parts.staged_training import cut_of, staged, staged_step
@@ -178,9 +179,9 @@ class Trainer:
             notice, host = Notice(self.options.grace_s), context.host if world.rank == 0 else None
             if out is not None:
                 if world.rank == 0:
-                    metrics = MetricsWriter(out, resumed_at=context.resumed_at)
-                    writer = files.enter_context(metrics)
+                    writer = files.enter_context(MetricsWriter(out, resumed_at=context.resumed_at))
                 notice = files.enter_context(noticed(self.options.grace_s))
+            note_reads(context.shard, writer, resumed=context.resumed_at is not None)
             record, asks, leaves = recorder(writer, on_row), context.asks, context.leaves
             if host is not None:
                 record = files.enter_context(host.running(record, context.replica.step))
@@ -197,7 +198,7 @@ class Trainer:
             if self.options.profile is not None and out is not None:
                 profiler = files.enter_context(closing(StepProfiler(world, self.options.profile, out)))
                 context = replace(context, begins=profiler.begins)
-            world.begin()
+            world.begin(out)
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
             world.port = self._own_port

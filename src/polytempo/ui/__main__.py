@@ -34,7 +34,7 @@ def main() -> None:
 
     serving.set()
     address = Address(order.host, socket.socket(fileno=order.descriptor), order.token)
-    serve(place(order.root), address, over.is_set, share=SHARE)
+    serve(place(order.root), address, over.wait, share=SHARE)
 
 
 if __name__ == "__main__":

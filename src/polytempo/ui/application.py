@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,17 +23,25 @@ from polytempo.report.pages.page import page
 from polytempo.report.pictures.marks import SIGNS
 from polytempo.report.pictures.style import COLORS, DASHES, css_variables
 from polytempo.report.runs import load_run
+from polytempo.ui.feed import Feed, event_of
 from polytempo.ui.hub import Hub, LookPace
 from polytempo.ui.page_guard import REPORT_POLICY
 from polytempo.ui.page_view import PageView, view_of
-from polytempo.ui.removal import archive, remove
+from polytempo.ui.removal import archive, remove, run_below
+from polytempo.ui.tagging import change_tags
 
 MOST_STREAMS = 256
 """Pages that are served at a time."""
-_QUIET_S = 15.0
-_NOT_THERE = "this run has not begun yet, or is not in this folder"
-_MOST_BODY, _MOST_REMOVED = 200_000, 500
+_MOST_BODY, _MOST_CHANGED = 200_000, 500
 _KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+
+
+class Tagging(msgspec.Struct, frozen=True):
+    """A request to give tags to runs, and to take some from them."""
+
+    runs: list[str]
+    add: list[str] = []
+    remove: list[str] = []
 
 
 class Removal(msgspec.Struct, frozen=True):
@@ -40,6 +49,9 @@ class Removal(msgspec.Struct, frozen=True):
 
     runs: list[str]
     archive: bool = False
+
+
+A = TypeVar("A", Removal, Tagging)
 
 
 def application(root: Place, share: float | None = None) -> Starlette:
@@ -51,6 +63,7 @@ class _Pages:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._streams = 0
+        self._feeds: dict[PageView, Feed] = {}
         routes = [
             Route("/", self.page),
             Route("/assets/{name}", self.asset),
@@ -58,6 +71,7 @@ class _Pages:
             Route("/report", self.report),
             Route("/picture", self.picture),
             Route("/remove", self.remove, methods=["POST"]),
+            Route("/tags", self.tag, methods=["POST"]),
         ]
         self.application = Starlette(routes=routes)
 
@@ -84,33 +98,17 @@ class _Pages:
         return StreamingResponse(self._stream(view), media_type="text/event-stream")
 
     async def _stream(self, view: PageView) -> AsyncIterator[bytes]:
-        sent = dict[str, bytes]()
-        quiet_s = 0.0
+        feed = self._feeds.setdefault(view, Feed(self._hub, view))
         self._streams += 1
         try:
-            yield _event("hello", json.dumps({"root": str(self._hub.root)}).encode())
-            while True:
-                parts = self._hub.parts(view)
-                try:
-                    while (part := await asyncio.to_thread(next, parts, None)) is not None:
-                        name, content = part
-                        if sent.get(name) != content:
-                            sent[name], quiet_s = content, 0.0
-                            yield _event(name, content)
-                except (KeyError, ValueError, OSError) as error:
-                    said = _NOT_THERE if isinstance(error, KeyError) else str(error)
-                    content = json.dumps({"text": said}).encode()
-                    if sent.get("problem") != content:
-                        sent["problem"] = content
-                        yield _event("problem", content)
-                pause_s = self._hub.pace.interval_s
-                await asyncio.sleep(pause_s)
-                quiet_s += pause_s
-                if quiet_s >= _QUIET_S:
-                    quiet_s = 0.0
-                    yield b": \n\n"
+            yield event_of("hello", json.dumps({"root": str(self._hub.root)}).encode())
+            async with aclosing(feed.messages()) as messages:
+                async for message in messages:
+                    yield message
         finally:
             self._streams -= 1
+            if not feed.pages and self._feeds.get(view) is feed:
+                del self._feeds[view]
 
     async def report(self, request: Request) -> Response:
         """The report of a run that has ended, made from its numbers: a file of the folder could be anything."""
@@ -132,25 +130,36 @@ class _Pages:
 
     async def remove(self, request: Request) -> Response:
         """Delete or archive runs; the answer names each that stays, with the reason."""
-        body = await request.body()
+        return await self._changed(request, Removal, self._remove)
+
+    async def tag(self, request: Request) -> Response:
+        """Change the tags of runs; the answer names each that stays, with the reason."""
+        return await self._changed(request, Tagging, _tag)
+
+    async def _changed(self, request: Request, kind: type[A], change: Callable[[Path, str, A], None]) -> Response:
+        """Change each run that a request names."""
+        body, root = await request.body(), self._hub.root
         try:
-            asked = msgspec.json.decode(body[: _MOST_BODY + 1], type=Removal)
+            asked = msgspec.json.decode(body[: _MOST_BODY + 1], type=kind)
         except ValueError as error:
             return PlainTextResponse(str(error), 400)
-        if len(asked.runs) > _MOST_REMOVED or not isinstance(self._hub.root, Path):
-            return PlainTextResponse(f"at most {_MOST_REMOVED} runs, in a folder of this machine", 400)
-        return JSONResponse({"stayed": await asyncio.to_thread(self._removed, asked)})
-
-    def _removed(self, asked: Removal) -> dict[str, str]:
+        if len(asked.runs) > _MOST_CHANGED or not isinstance(root, Path):
+            return PlainTextResponse(f"at most {_MOST_CHANGED} runs, in a folder of this machine", 400)
         stayed: dict[str, str] = {}
-        assert isinstance(self._hub.root, Path)
         for name in asked.runs:
             try:
-                (archive if asked.archive else remove)(self._hub.root, name)
-                self._hub.forget(name)
+                await asyncio.to_thread(change, root, name, asked)
             except (ValueError, OSError) as error:
                 stayed[name] = str(error)
-        return stayed
+        return JSONResponse({"stayed": stayed})
+
+    def _remove(self, root: Path, name: str, asked: Removal) -> None:
+        (archive if asked.archive else remove)(root, name)
+        self._hub.forget(name)
+
+
+def _tag(root: Path, name: str, asked: Tagging) -> None:
+    change_tags(run_below(root, name), asked.add, asked.remove)
 
 
 @cache
@@ -175,7 +184,3 @@ def asset(name: str) -> str:
 def _report(folder: Place) -> str:
     run = load_run(folder)
     return page([run], title=f"{run.result.get('job', '')}: {run.result['strategy']}")
-
-
-def _event(name: str, content: bytes) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + content + b"\n\n"

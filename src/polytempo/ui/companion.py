@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
@@ -77,8 +78,10 @@ def companion(root: str, run: str | None = None) -> Iterator[str]:
 
 
 def quietly() -> None:
-    """Let this process and its threads take only time that other processes leave, as far as the system can."""
+    """Give this process and its threads the least part of the cores that others want, as far as the system can."""
     with suppress(OSError, AttributeError):
         os.nice(19)
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):  # where each session has a part of the cores, this one's is the least, too
+        Path("/proc/self/autogroup").write_text("19", encoding="ascii")
+    with suppress(OSError, AttributeError):  # not SCHED_IDLE: beside cores that are always busy no page would open
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from polytempo.core.system.files import is_folder, read
+from polytempo.core.system.files import EVENTS, is_folder, read
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.live_status import LiveStatus, read_status
 from polytempo.report.status.stream import FILES as GROWING
+from polytempo.ui.of_run.run_columns import RunColumns
+from polytempo.ui.of_run.run_logs import log_lines, logs_of
+from polytempo.ui.of_run.run_trace import RunTrace, compared, node_names
 from polytempo.ui.page_view import PageView
-from polytempo.ui.run_columns import RunColumns
 from polytempo.ui.run_facts import differences, facts, standing
 from polytempo.ui.run_list import RunList, version_of
-from polytempo.ui.run_logs import log_lines, logs_of
-from polytempo.ui.run_trace import RunTrace, compared, node_names, timeline, topology
 
 LOOK_S, SLOWEST_S = 1.0, 15.0
 """The least and the greatest time between two looks."""
@@ -85,10 +85,12 @@ class Watch:
         """The reason why the run's files cannot be read; "" where they can."""
         self.looked_s = -LOOK_S
         """The time of the last look, on the monotonic clock."""
+        self.compared: tuple[object, dict[str, Any] | None] = None, None
+        """The prediction beside this run, and the traces that it is of."""
         self._rows_then: object = None
 
     def look(self) -> None:
-        """Read the news, if the last look is a second ago."""
+        """Read the news, if the last look is a second ago, or longer where the pace asks for it."""
         if time.monotonic() - self.looked_s < (LOOK_S - _READ_S if self.columns.behind else self._pace.interval_s):
             return
         rows = version_of(self.folder, GROWING)
@@ -164,12 +166,24 @@ class Hub:
             self._watches.pop(name, None)
         self.rows(fresh=True)
 
-    def parts(self, view: PageView) -> Iterator[Part]:
-        """The parts of a view, each with its name; parts that are made fast come first.
+    def said(self, view: PageView) -> object:
+        """Another value after a run of the view has told of an event, which is not a row. Cost: a file's time."""
+        found = [self._list.folders.get(name) for name in view.runs]
+        return [None if folder is None else version_of(folder, (EVENTS,)) for folder in found]
+
+    def parts(self, view: PageView, *, fresh: bool = False) -> Iterator[Part]:
+        """The parts of a view, each with its name; parts that are made fast come first. `fresh`: none is kept.
 
         Errors: KeyError for a run that is not there, ValueError for a log that is not.
         """
+        if fresh:
+            self._listed_s = -math.inf
+            for name in view.runs:
+                self._watch(name).looked_s = -math.inf
         for name, make in self._makers(view):
+            if fresh:
+                with self._lock:
+                    self._made.pop((view, name), None)
             yield name, self._once(view, name, make)
 
     def _once(self, view: PageView, name: str, make: Callable[[], Any]) -> bytes:
@@ -251,6 +265,7 @@ class Hub:
                 "curves": {quantity: found for quantity, found in curves.items() if found},
                 "marks": columns.marks(axis, sent),
                 "logged": columns.logged,
+                "clients": columns.client_rounds.plain(),
                 "exchanged": columns.exchanged,
                 "last": columns.last,
                 "workers": {str(worker): last for worker, last in columns.workers.items()},
@@ -259,15 +274,16 @@ class Hub:
             }
 
     def _activity(self, name: str) -> dict[str, Any]:
-        """The timeline and the topology, or before there is a trace the last rows of each worker."""
+        """The timeline and the topology, and the last rows of each worker, which stand for it where there is none."""
         watch = self._watch(name)
         with watch.lock:
             watch.look()
             workers = int(self._row(name).get("workers") or 0)
             names = [] if watch.status is None else [each.who for each in watch.status.processes]
             return {
-                "timeline": timeline(watch.trace.events),
-                "topology": topology(watch.trace.events, workers, node_names(names)),
+                "goes_on": watch.trace.goes_on,
+                "timeline": watch.trace.timeline,
+                "topology": watch.trace.topology(workers, node_names(names)),
                 "recent": watch.columns.recent,
             }
 
@@ -284,11 +300,13 @@ class Hub:
         predicted, measured = self._watch(found["id"]), self._watch(name)
         with predicted.lock:
             predicted.look()
-            events = predicted.trace.events
+            events, version = predicted.trace.events, predicted.trace.version
         with measured.lock:
             measured.look()
-            times = compared(events, measured.trace.events)
-        return {"run": found["id"], "row": found, "times": times}
+            of = (found["id"], version, measured.trace.version)
+            if measured.compared[0] != of:
+                measured.compared = of, compared(events, measured.trace.events)
+        return {"run": found["id"], "row": found, "times": measured.compared[1]}
 
     # ------------------------------------------------------------------ several runs
 

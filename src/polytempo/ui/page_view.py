@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from polytempo.ui.run_columns import AXES
+from polytempo.ui.of_run.run_columns import AXES
 
 MOST_COMPARED = 40
 _Name = Annotated[str, Meta(max_length=1_000)]

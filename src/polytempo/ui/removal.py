@@ -33,8 +33,8 @@ def archive(root: Path, name: str) -> Path:
     return target
 
 
-def _checked(root: Path, name: str) -> Path:
-    """The folder of an ended run below `root`. Each part of its path is a folder itself, and not a link."""
+def run_below(root: Path, name: str) -> Path:
+    """The folder of a run below `root`. Each part of its path is a folder itself, and not a link."""
     parts = name.split("/")
     if name == "." or not all(parts) or any(part in (".", "..") or "\0" in part for part in parts) or "\\" in name:
         raise ValueError(f"{name!r} is not a run below {root}, so it stays")
@@ -45,6 +45,12 @@ def _checked(root: Path, name: str) -> Path:
             raise ValueError(f"{name!r}: {part!r} is not a folder, or is a link, so it stays")
     if not any((folder / each).is_file() for each in FILES):
         raise ValueError(f"{name!r} is not the folder of a run, so it stays")
+    return folder
+
+
+def _checked(root: Path, name: str) -> Path:
+    """The folder of an ended run below `root`."""
+    folder = run_below(root, name)
     if any(_is_folder(inner) and any((inner / each).is_file() for each in FILES) for inner in folder.iterdir()):
         raise ValueError(f"{name!r} holds other runs, so it stays; remove them first")
     if owner_lives(folder) is not False:

@@ -12,11 +12,11 @@ from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.runs import load_result
 from polytempo.report.status.records import RunStarted
 from polytempo.report.status.stream import ends_of
-from polytempo.ui.run_columns import RunColumns
+from polytempo.ui.of_run.run_columns import RunColumns
 
 _SETTINGS = ("job", "strategy", "world", "workers", "steps", "epochs", "batch_size", "seed", "threads")
 _CALL = re.compile(r"\w+(\(.*\))?")
-_FLAGS = {"callbacks": "callback"}
+_FLAGS = {"callbacks": "callback", "tags": "tag"}
 """Options with another name on the command line."""
 _ALWAYS = ("job", "strategy", "world", "workers", "threads")
 """Settings that are not options, and the threads, which the machine decides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from polytempo.core.system import files
-from polytempo.core.system.files import RESULT, STATUS
+from polytempo.core.system.files import EVENTS, RESULT, STATUS
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.runs import has_result, load_result
 from polytempo.report.saved_plan import SUFFIX, read_plan
@@ -22,6 +22,7 @@ from polytempo.report.status.live_status import launcher_lives
 from polytempo.report.status.rows import last_rows
 from polytempo.report.status.stream import FILES as GROWING
 from polytempo.report.status.stream import status_in
+from polytempo.ui.tagging import TAGS, settings_at_start, tags_in
 
 FILES = (STATUS, RESULT, *GROWING)
 """Files that make a folder the folder of a run."""
@@ -30,7 +31,7 @@ ARCHIVE = "archived"
 _NOT_RUNS = frozenset({*files.FOLDERS, ARCHIVE})
 MOST_RUNS, _MOST_DEPTH, _MOST_FOLDERS = 2_000, 4, 20_000
 _MOST_PLANS = 50
-_MOST_LOCK, _MOST_TEXT = 1 << 16, 300
+_MOST_LOCK, _MOST_TEXT, _MOST_SETTING = 1 << 16, 300, 100
 _RESULTS = ("batch_size", "seed", "threads", "bytes_sent_per_rank", "communication_share", "loss", "accuracy")
 
 
@@ -47,6 +48,7 @@ class RunList:
         self.folders: dict[str, Place] = {}
         """The runs' folders by their names, which are paths below the root; the root itself is `.`."""
         self._known: dict[str, tuple[object, dict[str, Any]]] = {}
+        self._starts: dict[str, tuple[object, Mapping[str, str]]] = {}
         self._plans: dict[str, tuple[object, dict[str, Any] | None]] = {}
 
     def look(self) -> list[dict[str, Any]]:
@@ -62,6 +64,7 @@ class RunList:
         self.folders = found
         self._plans = {name: self._plan(name, path) for name, path in sorted(plans.items())}
         self._known = {name: known for name, known in self._known.items() if name in found}
+        self._starts = {name: known for name, known in self._starts.items() if name in found}
         return sorted(rows, key=lambda row: (row["state"] != "running", -(row["changed_s"] or 0.0), row["id"]))
 
     @property
@@ -92,15 +95,30 @@ class RunList:
         return version, {**plain, "id": name, "changed_s": _changed_s(version) or 0.0}
 
     def _row(self, name: str, folder: Place) -> dict[str, Any]:
-        version = version_of(folder)
+        version, tagged = version_of(folder), version_of(folder, [TAGS])
         known = self._known.get(name)
-        if known is None or known[0] != version or known[1]["state"] == "running" or version is None:
+        if known is None or known[0] != (version, tagged) or known[1]["state"] == "running" or version is None:
             try:
                 row = facts_of(folder)
             except (ValueError, OSError, RecursionError) as error:
                 row = _unknown(f"{type(error).__name__}: {error}"[:_MOST_TEXT])
-            known = version, {**row, "id": name, "name": folder.name, "changed_s": _changed_s(version)}
+            settings = self._settings(name, folder)
+            short = {key: text for key, text in settings.items() if key not in row and len(text) <= _MOST_SETTING}
+            row |= {"settings": short, "tags": tags_in(folder, settings)}
+            known = (version, tagged), {**row, "id": name, "name": folder.name, "changed_s": _changed_s(version)}
             self._known[name] = known
+        return known[1]
+
+    def _settings(self, name: str, folder: Place) -> Mapping[str, str]:
+        """`settings_at_start`, read again where the run's events have changed, at a URL once."""
+        version, known = version_of(folder, [EVENTS]), self._starts.get(name)
+        if known is None or known[0] != version:
+            found: dict[str, str] = {}
+            with suppress(ValueError, OSError, RecursionError):
+                found = settings_at_start(folder)
+            if not found:
+                return {}
+            known = self._starts[name] = (version, found)
         return known[1]
 
 

@@ -20,9 +20,9 @@ LAST_LOOK_S = 2.0
 
 
 def serve(
-    root: Place, address: Address, until: Callable[[], bool] | None = None, *, share: float | None = None
+    root: Place, address: Address, until: Callable[[], object] | None = None, *, share: float | None = None
 ) -> None:
-    """Serve the runs below `root` at `address` until Ctrl-C, SIGTERM, or `until()` is true and open pages have had 2 s.
+    """Serve the runs below `root` at `address` until Ctrl-C, SIGTERM, or `until()` returns and open pages have had 2 s.
 
     The address is closed."""
     config = uvicorn.Config(
@@ -43,9 +43,8 @@ def serve(
         server.run(sockets=[address.listening])
 
 
-def _end_with(server: uvicorn.Server, until: Callable[[], bool]) -> None:
-    while not until():
-        time.sleep(_UNTIL_S)
+def _end_with(server: uvicorn.Server, until: Callable[[], object]) -> None:
+    until()
     end_s = time.monotonic() + LAST_LOOK_S
     while server.server_state.connections and time.monotonic() < end_s:
         time.sleep(_UNTIL_S)

@@ -29,8 +29,9 @@ def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
         case ReduceScatter():
             total = _sum([op.buffer for op in ops if isinstance(op, ReduceScatter)])
             return [piece.clone() for piece in total.chunk(len(ops))]
-        case AllGather():
-            return [[op.buffer.clone() for op in ops if isinstance(op, AllGather)] for _ in ops]
+        case AllGather(_, read_only):
+            buffers = [op.buffer.clone() for op in ops if isinstance(op, AllGather)]
+            return [list(buffers) if read_only else [buffer.clone() for buffer in buffers] for _ in ops]
         case AllToAll():
             return [list(each) for each in zip(*_dealt(ops), strict=True)]
         case Broadcast(_, source):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
@@ -55,6 +57,20 @@ class OpTotals(NamedTuple):
     """The sum of their durations; they may overlap."""
 
 
+class Tail(Protocol):
+    """Shows the last events while the run goes on; `worlds.trace_tail` has one."""
+
+    most: int
+    """The number of events that it shows."""
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until it shows events again; 0 or less: now."""
+
+    def show(self, events: list[Event]) -> None:
+        """Show these events instead of earlier ones."""
+
+
 class Trace:
     """Events, their totals and their hash.
 
@@ -80,12 +96,19 @@ class Trace:
         self._timed = timed
         self._digest = hashlib.sha256()
         self._op_numbers = _OpNumbers()
+        self._tail: Tail | None = None
+        self._tail_at_s = math.inf
+        """The end of the event that brings a look at the tail; a virtual clock does not tell when."""
 
     def add(self, event: Line) -> None:
         """Append one event."""
         self._fresh.append(event)
-        if len(self._fresh) >= _COUNTED_AT_ONCE:
+        if len(self._fresh) >= _COUNTED_AT_ONCE or event[5] >= self._tail_at_s:
             self._count()
+
+    def show_in(self, tail: Tail | None) -> None:
+        """Show the last events in `tail` from now on, until `excerpt`. It changes no hash and no total."""
+        self._tail, self._tail_at_s = tail, math.inf if tail is None or self._timed else -math.inf
 
     def add_messages(self, event: Event, sent: int, received: int) -> None:
         """Append one event that stands for so many messages of its rank, sent and received."""
@@ -98,14 +121,18 @@ class Trace:
     def events(self) -> list[Event]:
         """The last events, in their order."""
         self._count()
+        return self._last(self._max_events)
+
+    def _last(self, most: int) -> list[Event]:
+        last = reversed(self._events)
         if not self._groups:
-            return [Event(*line) for line in self._events]
+            return [Event(*line) for line in islice(last, most)][::-1]
         kept: list[Event] = []
-        for line in reversed(self._events):
+        for line in last:
             kept += [Event(rank, *line[1:]) for rank in reversed(self._groups[line[0]])]
-            if len(kept) >= self._max_events:
+            if len(kept) >= most:
                 break
-        return kept[: self._max_events][::-1]
+        return kept[:most][::-1]
 
     @property
     def dropped(self) -> int:
@@ -140,6 +167,7 @@ class Trace:
 
     def excerpt(self, most: int) -> dict[str, Any]:
         """The last events, at most so many, and the number before them, ready for JSON (see `joined`)."""
+        self.show_in(None)  # `write_chrome_trace` takes the tails away
         kept = self.events[-most:]
         return {
             "events": [list(event) for event in kept],
@@ -167,6 +195,14 @@ class Trace:
         self._digest.update(lines)
         self._counted += len(lines) // _PACKED.size
         self._events.extend(fresh)
+        if self._tail is not None and fresh:
+            self._show(self._tail, fresh[-1][5])
+
+    def _show(self, tail: Tail, now_s: float) -> None:
+        if tail.rest_s <= 0:
+            tail.show(self._last(tail.most))
+        if not self._timed:
+            self._tail_at_s = now_s + tail.rest_s
 
     def _of_group(self, first: int, line: bytes) -> bytes:
         """The packed line of the first rank of a group, for each rank of it."""
@@ -276,5 +312,9 @@ def _tracks(events: list[Event]) -> list[int]:
 
 
 def write_chrome_trace(path: Place, events: Iterable[Event], *, title: str, dropped: int = 0) -> None:
-    """Write `chrome_trace` as JSON, complete or not at all. Size: some 200 bytes an event, so about 10 MB at most."""
+    """Write `chrome_trace` as JSON, complete or not at all; it takes the place of the tails beside it.
+
+    Size: some 200 bytes an event, so about 10 MB at most.
+    """
     files.replace(path, json.dumps(chrome_trace(events, title=title, dropped=dropped)))
+    files.remove_tails(path.parent)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polytempo.chaos.draws import RULES
 from polytempo.core.arithmetic.ranges import Ranges
-from polytempo.core.rule import Arrival, Rule, RuleState, Situation
+from polytempo.core.rule import Arrival, RegionAction, Rule, RuleState, Situation
 from polytempo.server.message import Push, Reply, Request
 from polytempo.server.shard import shard as shard_module
 from polytempo.server.shard.deduplication import AnswerTable, RequestStatus, status_of_all
@@ -19,6 +19,7 @@ from polytempo.server.shard.replies import Queues
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots import snapshot
 from polytempo.server.tensors.holder import HeldElements
+from polytempo.server.tensors.regions import Regions
 from polytempo.server.tensors.weights import Weights
 
 Patches = list[tuple[Any, str, Any]]
@@ -57,6 +58,20 @@ def sum_not_installed() -> Patches:
         self._weights.summed = False
 
     return [(Shard, "load", wrong)]
+
+
+def movement_counted_again() -> Patches:
+    """A region that has moved the shard's weights moves them by the same once more."""
+    perform = Regions.perform
+
+    def wrong(self: Regions, action: RegionAction, center: Weights) -> bool:
+        begun = [(region.begun, region.begun.clone()) for region in self]
+        moved = perform(self, action, center)
+        for present, before in begun:
+            present.copy_(before)
+        return moved
+
+    return [(Regions, "perform", wrong)]
 
 
 def tickets_not_kept() -> Patches:

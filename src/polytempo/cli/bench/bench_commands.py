@@ -14,6 +14,7 @@ from polytempo.cli.bench.bench_options import (
     TuneThreadsOptions,
 )
 from polytempo.cli.options.command_line import takes
+from polytempo.cli.options.shown_page import page_of
 
 bench = typer.Typer(
     help="Measure Polytempo on this machine, beside gloo and Open MPI.",
@@ -77,9 +78,10 @@ def batch(asked: TuneBatchOptions) -> None:
 
     The noise scale says how large a batch may be, a range test and short runs which rate it needs.
     """
-    from polytempo.cli.bench.tune_batch import tune_batch as command  # imports torch, which takes seconds
+    with page_of(asked.out if asked.ui else None, several=True):
+        from polytempo.cli.bench.tune_batch import tune_batch as command  # imports torch, which takes seconds
 
-    command(asked)
+        command(asked)
 
 
 @tune.command()

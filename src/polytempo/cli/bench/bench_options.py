@@ -21,27 +21,21 @@ from polytempo.cli.options.shared_options import (
     Json,
     Seed,
     Strategy,
+    Ui,
     Workers,
+    check_shown,
+    new_folder,
 )
 from polytempo.spec.table.option import Count, Option, Positive, entries
 
 MEASURED = (
-    "fp16, bf16, feedback(int8), feedback(dynamic8), feedback(one_bit), feedback(sign), "
+    "fp16, bf16, feedback(int8), feedback(dynamic8), feedback(one_bit), feedback(bins), feedback(sign), "
     "feedback(threshold(density=0.01)), feedback(top_k(ratio=0.01)), feedback(random_k(ratio=0.01)), dgc(ratio=0.001), "
     "qsgd, terngrad, natural, low_rank(rank=1), low_rank(rank=4)"
 )
 """The codecs to measure if none is named: with feedback where a codec takes it (`int8_sgd` itself has none)."""
 RESULT = "result.json"
 _MAX_FOLDERS = 10_000
-
-
-def _folder(given: Path) -> Path:
-    """A folder without a result."""
-    if given.exists() and not given.is_dir():
-        raise ValueError("this is a file; name a folder")
-    if (given / RESULT).exists():
-        raise ValueError("a result is in it; name another folder")
-    return given
 
 
 def bench_folder(name: str, out: Path | None) -> Path:
@@ -75,7 +69,7 @@ class CollectivesOptions:
     """Seconds that a contender runs in a round. Default: 0.1."""
     quick: Annotated[bool, Option(OPTIONS)] = False
     """Measure roughly, in about 20 seconds."""
-    out: Annotated[Path | None, Option(OPTIONS, "DIR", read=_folder)] = None
+    out: Annotated[Path | None, Option(OPTIONS, "DIR", read=new_folder)] = None
     """The folder for the results. Default: a new one, runs/bench-…."""
     json: Json = False
 
@@ -159,7 +153,12 @@ class TuneBatchOptions:
     data: Data = None
     out: Annotated[Path | None, Option(OPTIONS, "DIR")] = None
     """Keep the rates that are tried in this folder, as they come: the live page shows them."""
+    ui: Ui = False
     json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse a page without a folder."""
+        check_shown(self, "out", "runs/tune")
 
 
 def _picture(given: Path) -> Path:

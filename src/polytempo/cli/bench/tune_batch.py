@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from shlex import quote
 
 from polytempo.cli.bench.bench_options import TuneBatchOptions
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
+from polytempo.core.system.url_path import without_secrets
 from polytempo.data.shard import DataShard
 from polytempo.large_batch import speed_up
 from polytempo.report.saved_trials import SUFFIX, SavedTrials, TrialsFile
@@ -35,7 +38,7 @@ def tune_batch(asked: TuneBatchOptions) -> None:
         )
         epochs = found.samples / check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
     command = _command(asked, found)
-    trials.keep(trials.saved.trials[-1], command)
+    trials.keep(trials.saved.trials[-1], _command(asked, found, without_secrets))
     if asked.json:
         show_json(_plain(found) | {"job": job.name, "epochs": epochs, "command": command})
         return
@@ -60,11 +63,12 @@ def _trials(asked: TuneBatchOptions, job: str) -> TrialsFile:
     return TrialsFile(path, told)
 
 
-def _command(asked: TuneBatchOptions, found: BatchAdvice) -> str:
-    given = "" if asked.data is None else f" --data {asked.data}"
+def _command(asked: TuneBatchOptions, found: BatchAdvice, written: Callable[[str], str] = str) -> str:
+    """The command that trains with the advice; `written`: the data's name as it is to stand there."""
+    given = "" if asked.data is None else f" --data {quote(written(str(asked.data)))}"
     given += "" if asked.device == "auto" else f" --device {asked.device}"
     batch = f"--workers {found.workers} --global-batch-size {found.global_batch_size}"
-    return f"polytempo train {asked.job}{given} {batch} --lr {found.lr:.3g}"
+    return f"polytempo train {quote(asked.job)}{given} {batch} --lr {found.lr:.3g}"
 
 
 def _recommended(found: BatchAdvice) -> list[tuple[str, str]]:

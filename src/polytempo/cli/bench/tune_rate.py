@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from shlex import quote
 
 from polytempo.cli.bench.bench_options import TuneRateOptions
 from polytempo.cli.options.plan import found_job
@@ -50,6 +51,6 @@ def _rows(found: FoundRate) -> list[tuple[str, str, str]]:
 
 def _command(asked: TuneRateOptions, found: FoundRate) -> str:
     batch = {"batch-size": asked.batch_size, "global-batch-size": asked.global_batch_size, "data": asked.data}
-    more = "".join(f" --{flag} {value}" for flag, value in batch.items() if value is not None)
+    more = "".join(f" --{flag} {quote(str(value))}" for flag, value in batch.items() if value is not None)
     call = f"--strategy '{asked.strategy}' --workers {asked.workers}"
-    return f"polytempo train {asked.job} {call}{more} --lr {found.suggested:.3g}"
+    return f"polytempo train {quote(str(asked.job))} {call}{more} --lr {found.suggested:.3g}"

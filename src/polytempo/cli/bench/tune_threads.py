@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
@@ -36,7 +37,7 @@ def tune_threads(asked: TuneThreadsOptions) -> None:
 def verdict(job: str, result: Mapping[str, Any]) -> list[str]:
     """Lines below the table: the best division, its margin, and the divisions that were left out."""
     best = GridSetting(*(result["best"][name] for name in GridSetting._fields))
-    said = [f"best: polytempo train {job} {best.arguments}"]
+    said = [f"best: polytempo train {quote(job)} {best.arguments}"]
     if (margin := result["margin"]) is not None:
         sure = "" if margin["low"] > 1 else "; rounds differ by as much, so either may be the best"
         percent = 100 * (margin["median"] - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.cli.clients.client_options import ClientOptions, ServeOptions, TicketsOptions
 from polytempo.cli.options.command_line import takes
+from polytempo.cli.options.shown_page import page_of
 
 
 @takes(ServeOptions)
@@ -12,9 +13,10 @@ def serve(asked: ServeOptions) -> None:
 
     Clients dial in with `polytempo client`, each with a ticket of `polytempo tickets`. Their data stay with them.
     """
-    from polytempo.cli.clients.real_clients import serve as command  # imports torch, which takes seconds
+    with page_of(asked.out if asked.ui else None):
+        from polytempo.cli.clients.real_clients import serve as command  # imports torch, which takes seconds
 
-    command(asked)
+        command(asked)
 
 
 @takes(ClientOptions)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from polytempo.cli.options import values
 from polytempo.cli.options.command_options import table
 from polytempo.cli.options.completion import strategy_names
-from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Job, Json, Seed, Threads
+from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, Data, Job, Json, Seed, Threads, Ui, check_shown
 from polytempo.spec.table.option import Count, Option, Positive
 
 _WAITING = "Waiting"
@@ -31,12 +31,18 @@ def _file(text: str) -> str:
     return text
 
 
+def _keys(text: str) -> str:
+    if not Path(text).is_dir():
+        raise ValueError("there is no such folder; `polytempo tickets` makes it")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Options of `polytempo serve`."""
 
     job: Job
-    keys: Annotated[str, Option(OPTIONS, "FOLDER", read=values.run_folder)]
+    keys: Annotated[str, Option(OPTIONS, "FOLDER", read=_keys)]
     """The folder that `polytempo tickets` has made."""
     strategy: Annotated[str, Option(OPTIONS, "S", read=values.strategy, complete=strategy_names)] = "fed_avg"
     """A strategy of rounds, such as 'fed_avg(cohort=5, epochs=2)'. Default: fed_avg."""
@@ -63,7 +69,12 @@ class ServeOptions:
     out: Annotated[Path | None, table()["out"]] = None
     resume: Annotated[bool, table()["resume"]] = False
     checkpoint_every: Annotated[Count | None, table()["checkpoint_every"]] = None
+    ui: Ui = False
     json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse a page without a folder."""
+        check_shown(self, "out", "runs/served")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +90,8 @@ class ClientOptions:
     patience_s: Annotated[Positive, Option(OPTIONS, "S")] = 600.0
     """The longest time without the server. Default: 600 s."""
     state: Annotated[str | None, Option(OPTIONS, "FOLDER")] = None
-    """Keep this client's control variate or head in files of FOLDER, for its next process. Default: in memory."""
+    """Keep this client's control variate or head, and its record of opened secure sums, in files of FOLDER, for its
+    next process. Default: in memory."""
     threads: Threads = None
 
 

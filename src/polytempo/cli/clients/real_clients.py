@@ -10,9 +10,10 @@ from polytempo.cli.clients.client_options import ClientOptions, ServeOptions, Ti
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json
 from polytempo.federated.real_clients import RoundRules
+from polytempo.report.status.progress import Progress
 from polytempo.runs.clients.join import join
 from polytempo.runs.clients.serve import serve as served
-from polytempo.runs.clients.tickets import make_tickets, revoke
+from polytempo.runs.clients.tickets import ClientTicket, make_tickets, revoke
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 
@@ -37,6 +38,7 @@ def serve(asked: ServeOptions) -> None:
                 resume=asked.resume,
                 checkpoint_every=asked.checkpoint_every,
             ),
+            progress=Progress(),
             on_listening=lambda address: print(f"listening at {address}", file=sys.stderr, flush=True),
         )
     if asked.json:
@@ -44,17 +46,23 @@ def serve(asked: ServeOptions) -> None:
         return
     scored = "" if result.accuracy is None else f", accuracy {result.accuracy:.2%}"
     print(f"{result.job}, {result.strategy}: {result.steps} rounds, loss {result.loss:.4g}{scored}")
+    if asked.out is not None:
+        print(f"report: {asked.out}/report.html")
 
 
 def client(asked: ClientOptions) -> None:
     """Be a client until the run is over."""
     torch.set_num_threads(asked.threads or torch.get_num_threads())
+    ticket = ClientTicket.read(asked.ticket)
+    who, server = f"client-{ticket.number}", asked.server or ticket.server.removeprefix("tcp://")
+    print(f"{who} dials {server}, and waits {asked.patience_s:g} s for it at most", file=sys.stderr, flush=True)
     part = join(
         found_job(asked.job),
-        asked.ticket,
+        ticket,
         asked.data,
         server=asked.server,
         patience_s=asked.patience_s,
+        on_round=lambda number: print(f"{who} has trained in round {number}", file=sys.stderr, flush=True),
         state=asked.state,
     )
     print(f"client-{part.number}: trained in {part.trained} of {part.rounds} rounds")

@@ -10,8 +10,8 @@ from torch import nn
 
 from polytempo.cli.options.show import size
 from polytempo.core import Bundle, Strategy
-from polytempo.core.cost import num_bytes
 from polytempo.core.transform import cost_of
+from polytempo.server.worker.encoded_pushes import movement_bytes
 from polytempo.spec.text.catalogue import parse_cluster
 from polytempo.training.own_loop.store_log_loop import pushes_movements
 from polytempo.training.own_loop.store_loop import check_rare
@@ -23,10 +23,11 @@ def bucket_round(strategy: Strategy, model: nn.Module, workers: int, cluster: st
     parameters = Bundle({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
     if pushes_movements(strategy):
         period = cost_of(strategy.parameters, parameters, workers).exchanges[0].steps.period
-        cost = push_cost(num_bytes(parameters), workers)
+        assert strategy.server is not None, "it pushes movements"
+        cost = push_cost(movement_bytes(parameters, strategy.server.codec), workers)
     else:
         timed = check_rare(strategy, torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-        period, cost = timed.period, round_cost(timed.transform, parameters, workers)
+        period, cost = timed.period, round_cost(timed.meeting, parameters, workers)
     found: dict[str, Any] = {"period": period, **cost._asdict()}
     if cluster is not None:
         network = parse_cluster(cluster).network

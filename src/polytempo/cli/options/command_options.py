@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ from polytempo.spec.table.option import (
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 100_000
+_RANGE = re.compile(r"\{\d+\.\.\d+\}")
 SIMULATE, COMPARE, SWEEP = ("simulate",), ("compare",), ("sweep",)
 RUN, SEARCH, OUTPUT = "Run", "Search", "Output"
 
@@ -145,8 +147,14 @@ def _typed(row: OptionRow, value: object) -> str:
 
 
 def _check_data(data: object, where: str) -> None:
-    if isinstance(data, Path) and not data.exists():
-        raise ValueError(f"{where}: there is no such file or folder")
+    if isinstance(data, Path) and not data.exists() and not _names_files(str(data)):
+        missing = "no file has such a name" if has_magic(str(data)) else "there is no such file or folder"
+        raise ValueError(f"{where}: {missing}")
+
+
+def _names_files(text: str) -> bool:
+    """True for a pattern that a file has, and for ranges such as {000..299}: a reader names a missing file."""
+    return _RANGE.search(text) is not None or any(True for _ in iglob(text, recursive=True))
 
 
 def load_file(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from polytempo.cli.options.command_line import takes
+from polytempo.cli.options.shown_page import page_of
 from polytempo.cli.predict.plan_options import LayersOptions, PlanOptions, SplitOptions
 
 
@@ -45,9 +46,10 @@ def run(asked: PlanOptions) -> None:
     Step times are simulated on the cluster without values; samples come from short simulated runs that train. Ctrl-C
     ends the search, and shows the plan so far.
     """
-    from polytempo.cli.predict.plan_run import plan_run as command  # imports torch, which takes seconds
+    with page_of(asked.page.parent if asked.ui and asked.page is not None else None, several=True):
+        from polytempo.cli.predict.plan_run import plan_run as command  # imports torch, which takes seconds
 
-    command(asked)
+        command(asked)
 
 
 @plan.command()

@@ -24,7 +24,9 @@ from polytempo.cli.options.shared_options import (
     Json,
     Seed,
     Stragglers,
+    Ui,
     Until,
+    check_shown,
 )
 from polytempo.cluster import Link
 from polytempo.cluster.cluster_file import read_price, read_spread
@@ -166,12 +168,14 @@ class PlanOptions:
     """Find the last number of workers before further ones cost more than they bring, and why."""
     quote: Annotated[bool, Option(OPTIONS)] = False
     """Print only the commands that make the chosen runs."""
+    ui: Ui = False
     json: Json = False
 
     def __post_init__(self) -> None:
         """Refuse options that exclude or need each other, and fill in values of the cluster's file."""
         if not self.until:
             raise ValueError("a plan needs a target: give --until, such as --until accuracy=0.97 or --until loss=0.1")
+        check_shown(self, "page", "runs/plan.html")
         if self.page is not None and (self.page.is_dir() or not self.page.parent.is_dir()):
             raise ValueError(f"--page {self.page}: name a file in a folder that exists, such as plan.html")
         if self.strategies is not None and self.axes:

@@ -16,6 +16,7 @@ from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cli.predict.plan_options import PlanOptions
 from polytempo.core.system import files
+from polytempo.core.system.url_path import without_secrets
 from polytempo.planner.forecast import RunForecast
 from polytempo.planner.front import PlanLimits, Reversal
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
@@ -70,8 +71,9 @@ def plan_run(asked: PlanOptions) -> None:
         plain["limit"] = limit.as_json()
         sentences.append(_limit(limit))
     if page is not None:
-        files.replace(page, plan_page(plain, sentences, commands))
-        write_plan(page, plain, money_unit(plain), sentences, commands)
+        kept = _commands(asked, found, without_secrets)
+        files.replace(page, plan_page(plain, sentences, kept))
+        write_plan(page, plain, money_unit(plain), sentences, kept)
     if asked.json:
         show_json({**plain, "sentences": sentences, "commands": commands, "page": None if page is None else str(page)})
     elif asked.quote and found.winner is None:
@@ -127,13 +129,16 @@ def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
     return show, lambda: print(f"\r{'':<{_LINE}}\r", end="", file=sys.stderr, flush=True)
 
 
-def _commands(asked: PlanOptions, found: RunPlan) -> list[str]:
-    """Commands that train the winner, the runner-up and the rest of the front, each once; none without a winner."""
+def _commands(asked: PlanOptions, found: RunPlan, written: Callable[[str], str] = str) -> list[str]:
+    """Commands that train the winner, the runner-up and the rest of the front, each once; none without a winner.
+
+    `written`: the data's name as it is to stand there.
+    """
     if found.winner is None:
         return []
     best = [found.winner] if found.runner_up is None else [found.winner, found.runner_up]
     until = ",".join(f"{measure}={value:g}" for measure, value in found.until.items())
-    data = [] if asked.data is None else ["--data", str(asked.data)]
+    data = [] if asked.data is None else ["--data", written(str(asked.data))]
     lines = [
         shlex.join(
             [

@@ -20,7 +20,10 @@ from polytempo.cli.options.shared_options import (
     Job,
     Json,
     Strategy,
+    Ui,
     Workers,
+    check_shown,
+    new_folder,
 )
 from polytempo.spec.table.option import Count, Option, Positive
 
@@ -110,4 +113,19 @@ class ValidateOptions:
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job, complete=job_names)] = None
     """The run's job, if it does not ship."""
     data: Data = None
+    out: Annotated[Path | None, Option(OPTIONS, "DIR", read=new_folder)] = None
+    """Keep the simulation in this folder; beside the run, the live page shows the two together."""
+    ui: Ui = False
     json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse a page that would show no simulation."""
+        beside = f"{self.folder}-simulated"
+        check_shown(self, "out", beside)
+        if self.ui and self.out is not None and self.out.resolve().parent != self.folder.parent:
+            raise ValueError(f"--ui --out {self.out}: the page shows a simulation beside its run; give --out {beside}")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder with its name, which `.` lacks."""
+        return self.run.resolve()

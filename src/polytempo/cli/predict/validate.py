@@ -43,7 +43,7 @@ def validate(asked: ValidateOptions) -> None:
     _check_even(run, result, strategy)
     say_beyond_measured(cluster, result["workers"])
     with notes_on_stderr(), janitor.private_folder() as folder:
-        out = folder / "simulated"
+        out = asked.out or folder / "simulated"
         options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": asked.data}
         options["device"] = here(device)
         if precision is not None:

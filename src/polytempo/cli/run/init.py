@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polytempo import jobs
 from polytempo.cli.run.init_options import InitOptions, shards_reader
+from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.data.readers import Split
 from polytempo.data.readers.csv_regression import MAX_CATEGORIES, classes_of, finite_number, numbers_of, read_table
 from polytempo.data.readers.images import images
@@ -55,8 +56,12 @@ def init(asked: InitOptions) -> None:
     reader = shards_reader(asked.files)
     if asked.test is not None and reader is None:
         raise ValueError("--test: a CSV table and a folder of pictures are split by the job; leave --test out")
-    files = Path(asked.files)
-    facts = _shards(asked, reader) if reader else (_pictures if files.is_dir() else _table)(asked, files)
+    files = place(asked.files)
+    if reader is None and isinstance(files, UrlPath) and not files.exists():
+        raise ValueError(f"{files}: there is no such file or folder; name a CSV table or a folder of pictures")
+    is_table = isinstance(files, UrlPath) and files.name.endswith(".csv")  # a web server would be asked for its links
+    read = _table if is_table or not files.is_dir() else _pictures
+    facts = _shards(asked, reader) if reader else read(asked, files)
     parts = _parts(asked, facts)
     before = asked.out.read_bytes() if asked.out.exists() else None
     name = str(asked.out) if asked.out.suffix == ".toml" else f"{asked.out}:job"
@@ -115,7 +120,7 @@ def _answered(asked: InitOptions) -> InitOptions:
 # ---------------------------------------------------------------------- the data
 
 
-def _table(asked: InitOptions, files: Path) -> DataFacts:
+def _table(asked: InitOptions, files: Place) -> DataFacts:
     table = read_table(files)
     names, rows = table.names, table.rows
     if number := next((name for name in names if "." in name and finite_number(name) is not None), None):
@@ -163,7 +168,7 @@ def _shards(asked: InitOptions, reader: str) -> DataFacts:
     return DataFacts(data, inputs, outputs, are_classes, f"{_about(asked, target)}, {kind}")
 
 
-def _pictures(asked: InitOptions, files: Path) -> DataFacts:
+def _pictures(asked: InitOptions, files: Place) -> DataFacts:
     if asked.target is not None:
         raise ValueError("--target: pictures are predicted by the names of their folders; leave --target out")
     train, _ = images(files)
@@ -200,7 +205,7 @@ def _parts(asked: InitOptions, facts: DataFacts) -> JobParts:
         test=None if asked.test is None else _path(asked, asked.test),
         loss=asked.loss or PartCall("cross_entropy" if facts.has_classes else "mse_loss"),
         optimizer=asked.optimizer or PartCall("AdamW", {"weight_decay": 0.01}),
-        schedule=asked.schedule or PartCall("CosineAnnealingLR", {"T_max": f"{asked.epochs} epochs"}),
+        schedule=asked.schedule or PartCall("CosineAnnealingLR", {"T_max": "run"}),
         metrics=asked.metric or {},  # type: ignore[arg-type]  # it has been read
         has_classes=facts.has_classes,
         numbers={"lr": asked.lr, "batch_size": asked.batch_size or 32, "epochs": asked.epochs},

@@ -34,10 +34,6 @@ def shards_reader(name: str) -> str | None:
 def _there(text: object) -> str:
     found = str(text)
     if "://" in found:
-        if shards_reader(found) is None:
-            raise ValueError(
-                "at a URL there may be files of Parquet or JSON lines; copy a table or pictures here first"
-            )
         return found
     path = Path(found)
     if not (path.exists() or any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))):
@@ -84,8 +80,8 @@ class InitOptions:
     """Options of `polytempo init`."""
 
     files: Annotated[str | None, Option(ARGUMENT, "DATA", read=_there)] = None
-    """A CSV table with a header, files of Parquet or JSON lines ('train/*.parquet', s3://…), or a folder with a folder
-    of pictures for each class. Without it, questions are asked."""
+    """A CSV table with a header, files of Parquet or JSON lines ('train/*.parquet'), or a folder with a folder of
+    pictures for each class; each may be at a URL (s3://…). Without it, questions are asked."""
     test: Annotated[str | None, Option(OPTIONS, "DATA", read=_there)] = None
     """Files of Parquet or JSON lines to measure with. Default: no test set."""
     target: Annotated[str | None, Option(OPTIONS, "COLUMN")] = None

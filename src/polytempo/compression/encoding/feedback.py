@@ -17,6 +17,7 @@ from torch import Tensor
 from polytempo.compression.encoding.coded import Coded, decoded_alone
 from polytempo.compression.encoding.values import check_finite, check_kind
 from polytempo.core import ALONE, Codec, EncodeContext, Facts, Law, Residual
+from polytempo.core.calls.typed_arguments import check_real
 from polytempo.core.codec import check_codec
 from polytempo.core.state import narrowed, wide
 
@@ -24,8 +25,8 @@ _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor for a law to hold on."""
 
 
-def feedback(codec: Codec, decay: float = 1.0) -> Feedback:
-    """v = x + β r; send encode(v); r ← v - decode(encode(v)), for each tensor; β = `decay`.
+def feedback(codec: Codec, decay: float = 1.0, part: float = 1.0) -> Feedback:
+    """v = x + ρ β r; send encode(v); r ← β r + x - decode(encode(v)), for each tensor; β = `decay`, ρ = `part`.
 
     With β = 1, Σ decoded + the last r = Σ x: nothing is lost, only late. With β < 1 the part that waits shrinks by β in
     every exchange, and Σₜ β^(T-t) decodedₜ + the last r = Σₜ β^(T-t) xₜ. A change of the learning rate changes the
@@ -33,14 +34,20 @@ def feedback(codec: Codec, decay: float = 1.0) -> Feedback:
     16-bit tensors of float32, 4 bytes an element, so that r takes up small values. Their v is rounded for the codec,
     and the rounding error is residual as well.
 
-    Source of the decay: B. Peng et al., "DeMo", 2024; A. Sarfi et al., "SparseLoCo", 2025.
-    Raises ValueError for a decay not in (0, 1].
+    With ρ < 1 only a part of the residual is encoded again, so that one large error comes back in small parts; nothing
+    more is lost. The moving average e ← μ e + (1 - μ) (x + e - x̂) of errors in LoCo is (1 - μ) r with ρ = 1 - μ.
+
+    Source of the decay: B. Peng et al., "DeMo", 2024; A. Sarfi et al., "SparseLoCo", 2025. Of the part: X. Xie et al.,
+    "LoCo: low-bit communication adaptor for large-scale model training", 2024. Deviation: there e has 8 bits, and
+    becomes 0 every few hundred steps.
+    Raises ValueError for a decay or a part not in (0, 1].
     Raises ValueError for a codec that keeps a residual already (`dgc`, `feedback`), and for a codec with an error that
     may be larger than its input (`qsgd` with few levels, `terngrad`): the residual would grow without end, and such a
     codec is right on average without it. NaN and infinities are refused (NotFinite) with every codec: they would stay
     in the residual for ever. Raises TypeError for anything but a codec, as `bf16` without ().
     """
     check_codec(codec)
+    check_real(decay=decay, part=part)
     facts = codec.facts
     if not isinstance(codec, Coded):
         raise ValueError(f"{facts.name} keeps its own residual; use it without feedback(…)")
@@ -51,7 +58,9 @@ def feedback(codec: Codec, decay: float = 1.0) -> Feedback:
         )
     if not 0 < decay <= 1:
         raise ValueError(f"decay is the part of the residual that stays, over 0 and at most 1; got {decay}")
-    return Feedback(codec, decay)
+    if not 0 < part <= 1:
+        raise ValueError(f"part is the part of the residual that is encoded again, over 0 and at most 1; got {part}")
+    return Feedback(codec, decay, part)
 
 
 class Fed(NamedTuple):
@@ -66,6 +75,7 @@ class Feedback:
 
     codec: Coded
     decay: float = 1.0
+    part: float = 1.0
 
     def __repr__(self) -> str:
         return self.facts.name
@@ -75,8 +85,9 @@ class Feedback:
         """The codec's; but over several steps nothing is lost without a decay, and infinities would stay."""
         inner = self.codec.facts
         law = Law("conserving") if self.decay == 1 and inner.law.kind != "lossless" else inner.law
+        given = [f"{name}={value!r}" for name, value in (("decay", self.decay), ("part", self.part)) if value != 1]
         return inner._replace(
-            name=f"feedback({inner.name})" if self.decay == 1 else f"feedback({inner.name}, decay={self.decay!r})",
+            name=f"feedback({', '.join([inner.name, *given])})",
             law=law,
             flops=inner.flops + 2,
             elementwise=False,
@@ -103,7 +114,7 @@ class Feedback:
         return self.codec.statistic(x if residual is None else narrowed(self._fed(x, residual), x), None)
 
     def _fed(self, x: Tensor, residual: Tensor) -> Tensor:
-        return torch.add(x, residual, alpha=self.decay)
+        return torch.add(x, residual, alpha=self.part * self.decay)
 
     def encode(
         self, x: Tensor, state: Fed | None = None, when: EncodeContext = ALONE, out: Tensor | None = None
@@ -115,20 +126,22 @@ class Feedback:
         residual = None if state is None else state.memory.residual
         if residual is None:
             residual = torch.zeros_like(x, dtype=wide(x.dtype))
-        encode_ = self.codec.encode_ if residual.dtype is x.dtype and self.decay == 1 else self._encode_wide_
+        whole = residual.dtype is x.dtype and self.decay == self.part == 1
+        encode_ = self.codec.encode_ if whole else self._encode_wide_
         wire, _ = encode_(x, residual, None, when, out)
         return wire, Fed(Residual(residual))
 
     def _encode_wide_(
         self, x: Tensor, residual: Tensor, state: None, when: EncodeContext, out: Tensor | None
     ) -> tuple[Tensor, None]:
-        """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is residual, too."""
+        """The wire of v, rounded to x's dtype; decode(wire) leaves the residual, so the rounding is residual, too."""
         check_kind(x)
         v = self._fed(x.detach(), residual)
         check_finite(self.codec.facts.name, v)
         rounded = narrowed(v, x)
         wire, _ = self.codec.encode(rounded, None, when, out)
-        torch.sub(v, decoded_alone(self.codec, wire, rounded, when), out=residual)
+        torch.sub(v, decoded_alone(self.codec, wire, rounded, when), out=v)
+        torch.add(v, residual, alpha=self.decay * (1 - self.part), out=residual)
         return wire, None
 
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:

@@ -27,7 +27,7 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, plan: Exchang
         return packing.encode(given.views, state.codecs, step, port.rank)
 
     message, codecs = await port.compute(encode, packing.flops, uses=packing.uses("encode"))
-    messages = await _gathered(port, message, packing)
+    messages, source = await _gathered(port, message, packing)
 
     def decode() -> Tensor:
         if plan.merge is None:
@@ -36,20 +36,25 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, plan: Exchang
         _add(packing, messages, buffers, step)
         return plan.merge([buffer.flat for buffer in buffers])
 
-    total = await port.compute(decode, packing.flops * port.size, uses=packing.uses("decode", port.size))
+    uses = packing.uses("decode", port.size)
+    total = await port.compute(decode, packing.flops * port.size, uses=uses, source=source)
     return bundle.with_flat(total), Exchanged(step, state.codecs | codecs)
 
 
-async def _gathered(port: Port, message: Tensor, packing: Packing) -> list[Tensor]:
+async def _gathered(port: Port, message: Tensor, packing: Packing) -> tuple[list[Tensor], Tensor]:
+    """The messages, and the first of them as they came."""
     if packing.fixed:
-        return await port.all_gather(message)
+        messages = await port.all_gather(message, read_only=True)
+        return messages, messages[0]
     if message.is_meta:
         await port.all_gather(torch.tensor([message.numel()]))
-        return await port.all_gather(message)
+        messages = await port.all_gather(message)
+        return messages, messages[0]
     lengths = [int(n) for n in await port.all_gather(torch.tensor([message.numel()], device=message.device))]
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
-    return [m[:n] for m, n in zip(await port.all_gather(padded), lengths, strict=True)]
+    messages = await port.all_gather(padded, read_only=True)
+    return [m[:n] for m, n in zip(messages, lengths, strict=True)], messages[0]
 
 
 def _total(packing: Packing, messages: Sequence[Tensor], bundle: Bundle, step: int) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
 from polytempo.core.codec import Codec
+from polytempo.core.transform import Transform
 
-BRIEF = ("codec", "pull_codec", "hierarchical")
+BRIEF = ("codec", "pull_codec", "hierarchical", "outer_optimizer")
 """Arguments that most strategies' names leave out where they have their defaults."""
 
 
@@ -58,4 +59,6 @@ def _written(value: object) -> str:
         return str(value.__name__)
     if isinstance(value, Codec):
         return value.facts.name
+    if isinstance(value, Transform) and value.name:
+        return value.name
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank

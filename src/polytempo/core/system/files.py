@@ -31,6 +31,8 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 """The files of a run's stream: rows, and other records."""
 STATUS, RESULT = "live.json", "result.json"
 """The status of a run that goes on, and its result."""
+TAILS, TAIL = ".tails", re.compile(r"\d{1,3}\.json")
+"""The folder of the last operations of each rank, while a run goes on, and the names of its files."""
 FOLDERS = ("checkpoint", "logs", "record", "images")
 """The folders that a run makes in its own."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -48,6 +50,18 @@ def run_folder(out: P) -> P:
     for name in FOLDERS:
         _check_free(out / name)
     return out
+
+
+def remove_tails(out: Place) -> None:
+    """Remove the tails in a run's folder. Files of other names stay there, and so do tails that cannot be removed."""
+    tails = out / TAILS
+    if isinstance(tails, UrlPath) or not is_folder(tails):
+        return
+    with suppress(OSError):
+        for name in os.listdir(tails):
+            if TAIL.fullmatch(name.removesuffix(".tmp")):
+                (tails / name).unlink(missing_ok=True)
+        tails.rmdir()
 
 
 def made(folder: P) -> P:

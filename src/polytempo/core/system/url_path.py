@@ -14,10 +14,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _SQUEEZED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+_LOGIN = re.compile(r"(?<!abfs)(?<!abfss)(://)[^/?#\s]*@")  # abfs://container@account has none
+_QUERY = re.compile(
+    r"(\bhttps?://[^?\s]*)\?\S*", re.IGNORECASE
+)  # in s3://bucket/part-?.tar it is a letter of a pattern
 
 
 class UrlPath:
@@ -89,14 +93,18 @@ class UrlPath:
 
     def names(self) -> list[str]:
         """Names of the objects in it, sorted; [] where there are none."""
+        return [name for name, _ in self.entries()]
+
+    def entries(self) -> list[tuple[str, bool]]:
+        """`names`, each with True if objects are below it, by one listing."""
         with self._opened() as (fs, path):
             try:
-                listed = fs.ls(path, detail=False)
+                listed = fs.ls(path, detail=True)
             except FileNotFoundError:
                 return []
-            own = path.rstrip("/")
-            found = {str(entry).rstrip("/") for entry in listed}
-            return sorted(entry.rpartition("/")[2] for entry in found if entry.strip("/") != own.strip("/"))
+            found = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in listed}
+            own = path.strip("/")
+            return sorted((name.rpartition("/")[2], above) for name, above in found.items() if name.strip("/") != own)
 
     def iterdir(self) -> Iterator[UrlPath]:
         """The places in it."""
@@ -109,10 +117,16 @@ class UrlPath:
 
     # ------------------------------------------------------------------ reading and writing
 
-    def read(self, most_bytes: int) -> bytes:
-        """The object, or its first `most_bytes`."""
+    def read(self, most_bytes: int | None = None) -> bytes:
+        """The object, or its first `most_bytes`. None: the object, by one request."""
         with self._opened() as (fs, path):
-            whole = int(fs.info(path)["size"]) <= most_bytes
+            if most_bytes is None:
+                return bytes(fs.cat_file(path))
+            size = fs.info(path).get("size")
+            if size is None:  # a web server that does not tell it, nor has ranges
+                with fs.open(path, "rb") as stream:
+                    return _first(stream, most_bytes)
+            whole = int(size) <= most_bytes
             content: bytes = fs.cat_file(path) if whole else fs.cat_file(path, start=0, end=most_bytes)
             return content[:most_bytes]
 
@@ -178,6 +192,14 @@ def _created(fs: Any, path: str, content: bytes) -> None:
         fs.pipe_file(path, content)
 
 
+def _first(stream: BinaryIO, most_bytes: int) -> bytes:
+    """The stream's first `most_bytes`; a read from a network may have fewer bytes than were asked for."""
+    content = bytearray()
+    while len(content) < most_bytes and (part := stream.read(most_bytes - len(content))):
+        content += part
+    return bytes(content)
+
+
 def _number(error: Exception) -> int:
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
@@ -208,6 +230,14 @@ def place(text: str | Path | UrlPath) -> Place:
     if url is None:
         return Path(text)
     return Path(url[2]) if url[1] in ("file", "local") else UrlPath(text.rstrip("/"))
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the logins of URLs, and without the queries of http(s), which may be signatures.
+
+    Files that a run leaves have such texts: https://me:key@host/t.csv?sig=1 becomes https://host/t.csv.
+    """
+    return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
 
 
 def local_path(path: Place) -> Path:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.data.plan import permutation
 from polytempo.data.readers import Split
 
@@ -27,14 +28,16 @@ Column = list[list[float]]
 class Table(NamedTuple):
     """A CSV file as text."""
 
-    path: Path
+    path: Place
     names: list[str]
     rows: list[list[str]]
     """Each as long as `names`."""
 
 
-def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+def csv_regression(path: str | Place, target: str, seed: int = 0, *, like: str | Place | None = None) -> Split:
     """The table in `path`: 80 % of its rows to train on, the rest to test with, drawn by `seed`.
+
+    `path`: a file, or its URL by fsspec, such as s3://bucket/table.csv, which each process reads as a whole.
 
     Inputs float32 (N, features), target float32 (N, 1). Columns of numbers and the target are less their mean, over
     their standard deviation; empty cells count as the median. A column with text has one input for each of its values,
@@ -48,7 +51,7 @@ def csv_regression(path: Path, target: str, seed: int = 0, *, like: Path | None 
     return numbers_of(read_table(path), target, seed, like=like)
 
 
-def numbers_of(table: Table, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+def numbers_of(table: Table, target: str, seed: int = 0, *, like: str | Place | None = None) -> Split:
     """`csv_regression` of a table that has been read."""
     x, cells, train, test, where = _inputs(table, target, seed, like)
     numbers = _target(cells, 0 if like is None else len(cells) - len(test), where)
@@ -56,13 +59,13 @@ def numbers_of(table: Table, target: str, seed: int = 0, *, like: Path | None = 
     return _split(x, y, train, test, outputs=[target], units=_moments(numbers, train))
 
 
-def csv_classes(path: Path, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+def csv_classes(path: str | Place, target: str, seed: int = 0, *, like: str | Place | None = None) -> Split:
     """The table as in `csv_regression`; `target` has classes: int64 (N,), numbered in the order of names. Where a table
     has no target, it is -100, which torch's losses leave out."""
     return classes_of(read_table(path), target, seed, like=like)
 
 
-def classes_of(table: Table, target: str, seed: int = 0, *, like: Path | None = None) -> Split:
+def classes_of(table: Table, target: str, seed: int = 0, *, like: str | Place | None = None) -> Split:
     """`csv_classes` of a table that has been read."""
     x, cells, train, test, where = _inputs(table, target, seed, like)
     known = cells if like is None else cells[: len(cells) - len(test)]
@@ -88,7 +91,7 @@ def _split(x: Tensor, y: Tensor, train: list[int], test: list[int], **facts: obj
 
 
 def _inputs(
-    table: Table, target: str, seed: int, like: Path | None
+    table: Table, target: str, seed: int, like: str | Place | None
 ) -> tuple[Tensor, list[str | None], list[int], list[int], str]:
     """The inputs, the target's cells, the rows to train on and to test with, and the target's place."""
     first, names, rows = table if like is None else read_table(like)
@@ -108,18 +111,17 @@ def _inputs(
         cells += [row[own.index(target)] or None if target in own else None for row in more]
         test = list(range(seen, len(rows)))
     inputs: Column = []
-    for place, name in enumerate(names):
+    for number, name in enumerate(names):
         if name != target:
-            inputs += _column([row[place] for row in rows], train, seen, f"{table.path}, column {name!r}")
+            inputs += _column([row[number] for row in rows], train, seen, f"{table.path}, column {name!r}")
     x = torch.tensor(inputs).T.contiguous()
     return x, cells, train, test, f"{table.path}, column {target!r}"
 
 
-def read_table(path: Path) -> Table:
-    """The CSV file at `path`. ValueError for a row that is not as long as the header."""
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
-    with path.open(newline="", encoding="utf-8-sig") as file:
+def read_table(path: str | Place) -> Table:
+    """The CSV file at `path`, a file or its URL. ValueError for a row that is not as long as the header."""
+    path = place(path)
+    with io.TextIOWrapper(_opened(path), newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
             names = [name.strip() for name in next(reader, [])]
@@ -130,6 +132,14 @@ def read_table(path: Path) -> Table:
         if len(row) != len(names):
             raise ValueError(f"{path}, line {line}: {len(row)} cells under a header of {len(names)}")
     return Table(path, names, [[cell.strip() for cell in row] for _, row in rows])
+
+
+def _opened(path: Place) -> BinaryIO:
+    content = path.read(MAX_BYTES + 1) if isinstance(path, UrlPath) else b""
+    size = len(content) if isinstance(path, UrlPath) else path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} has {size} bytes or more; at most {MAX_BYTES} are read")
+    return io.BytesIO(content) if isinstance(path, UrlPath) else path.open("rb")
 
 
 def _column(cells: list[str], train: list[int], seen: int, where: str) -> Column:

@@ -60,6 +60,11 @@ class CountedStream(ShardedData):
         self._pieces, self.counts = list(pieces), counts
         self.names = [f"{name}-{number}" for number in range(len(self._pieces))]
 
+    @property
+    def blocks(self) -> float:
+        """The number of shards; each is read from its beginning."""
+        return len(self.counts)
+
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The samples of the runs; all before them are read and left out."""
         samples, at = iter(self._pieces[shard]), 0

@@ -84,6 +84,13 @@ class ShardedData(Dataset[Any], ABC):
         the source are kept under it; None: nothing tells a change, and nothing is kept."""
         return None
 
+    @property
+    def blocks(self) -> float | None:
+        """Units of the data that are read from their beginning up to a sample, such as compressed files; `math.inf`
+        where a reader begins anywhere and reads on. None: samples are read alone. It decides the note of a run that
+        reads data twice."""
+        return None
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of a hash of the names, the counts and `identity`; a saved position has them."""

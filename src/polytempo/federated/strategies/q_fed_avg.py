@@ -8,7 +8,7 @@ from polytempo.federated.rounds import in_rounds
 
 
 def q_fed_avg(cohort: int = 10, q: float = 1.0, epochs: int = 1, batch_size: int | None = 10) -> Strategy:
-    """θ ← θ - Σ pₖ Fₖ^q Δₖ / Σ pₖ (Fₖ^q + η q Fₖ^(q-1) ‖Δₖ‖²), where Δₖ = θ - θₖ. Else as `fed_avg`.
+    """θ ← θ - Σ pₖ Fₖ^q Δₖ / Σ pₖ (Fₖ^q + q Fₖ^(q-1) ‖Δₖ‖² / η), where Δₖ = θ - θₖ. Else as `fed_avg`.
 
     Fₖ is the mean loss of the round's model on the client's own samples, pₖ = nₖ / Σ n, η the clients' learning rate.
     The objective is Σ pₖ Fₖ^(q+1) / (q+1); the denominator bounds its curvature, so q needs no rate of its own. q = 0

@@ -16,7 +16,8 @@ def scaffold(cohort: int = 10, epochs: int = 1, batch_size: int | None = 10, ser
 
     τₖ are the client's steps and ηₖ its learning rate, so its new variate is its mean gradient of the round. pₖ is its
     part of all samples. θ ← θ - η Σ (nₖ / Σ n) (θ - θₖ), where η is `server_lr`. All variates begin at 0: a client's
-    first round is as in `fed_avg`. With one step a round and all clients it is `fed_avg`.
+    first round is as in `fed_avg`. With one step a round and all clients it is `fed_avg`. A round
+    with ηₖ = 0 changes no variate.
 
     The job's optimizer must be SGD without momentum, because only its movement is a sum of gradients (PT2510).
 

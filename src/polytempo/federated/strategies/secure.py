@@ -24,7 +24,9 @@ def secure(
 
     With clients of their own machines (`serve`) the words have masks, as in `secure_sum`: the server has random numbers
     of each client, and the same sum. Where `pt.run` or `pt.simulate` plays the clients, masks are left out: they cancel
-    to the bit. `threshold` clients must stay in a sum (None: two thirds of the clients that have trained, and one).
+    to the bit. A client makes its own shareₖ of the clients' numbers of samples, and its masks cancel with masks of
+    clients that were told the same numbers alone: the server sets no weight. `threshold` clients must stay in a sum
+    (None: two thirds of the clients that have trained, and one).
 
     The gradient is wrong by cohort · 2^-(fraction + 1) at most. A client's weighted movement has numbers below
     2^(bits - 1 - fraction) / cohort (with `private`: over its places, which are more), or the run ends; take fewer

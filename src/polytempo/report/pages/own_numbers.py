@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from polytempo.report.pictures.figure import Figure, Line, empty_figure, run_line
 from polytempo.report.pictures.plots import MAX_POINTS, mark_one_run, windowed
 from polytempo.report.runs import RunRecord, short_labels
+from polytempo.report.status.client_rounds import ROUND
 from polytempo.report.status.records import Logged, LoggedText
 
 MOST_CHARTS, MOST_TEXTS = 24, 12
@@ -19,7 +20,8 @@ _MOST_SHOWN = 2000
 
 def has_own(run: RunRecord) -> bool:
     """True if the run has the user's own numbers, pictures or texts."""
-    return any(isinstance(each, Logged | LoggedText) for each in run.logged) or bool(run.pictures)
+    own = (each for each in run.logged if not (isinstance(each, LoggedText) and each.name == ROUND))
+    return any(isinstance(each, Logged | LoggedText) for each in own) or bool(run.pictures)
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
@@ -72,7 +74,7 @@ def texts(runs: Sequence[RunRecord]) -> str:
     """The last text of each name, in a table."""
     labels, rows = short_labels(runs), list[str]()
     for run, label in zip(runs, labels, strict=True):
-        last = {each.name: each for each in run.logged if isinstance(each, LoggedText)}
+        last = {each.name: each for each in run.logged if isinstance(each, LoggedText) and each.name != ROUND}
         for each in list(last.values())[:MOST_TEXTS]:
             of_run = "" if len(runs) == 1 else f"<td>{html.escape(label)}</td>"
             cut = each.text[:_MOST_SHOWN] + (" …" if len(each.text) > _MOST_SHOWN else "")

@@ -7,8 +7,8 @@ from html import escape
 
 from polytempo.core.system.files import replace
 from polytempo.core.system.url_path import Place
+from polytempo.report.pages import clients, noise, own_numbers, served, stages
 from polytempo.report.pages import layer_parts as parts
-from polytempo.report.pages import noise, own_numbers, served, stages
 from polytempo.report.pages.diagnoses import diagnoses
 from polytempo.report.pages.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.pages.headline import headline, remarks
@@ -42,6 +42,7 @@ def page(runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) ->
     figures: dict[str, Figure] = {}
     sections = (
         _curves(runs, figures)
+        + _clients(runs, figures)
         + _own(runs, figures)
         + _noise(runs, figures)
         + _bars(runs, figures)
@@ -130,6 +131,23 @@ def _curve_card(runs: Sequence[RunRecord], figures: dict[str, Figure], quantity:
     note = plots.left_out(runs, quantity, over)
     caption = f"{note} A double click shows all of it." if note else ""
     return _card(figures, f"{quantity}-{over}", heading, caption, figure, lines=True)
+
+
+def _clients(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    """The spread of the clients' accuracies, and the rounds that each took part in."""
+    told = {number: found for number, run in enumerate(runs) if (found := clients.rounds_in(run)) is not None}
+    figure, names, cards = clients.accuracy_bands(runs), short_labels(runs), list[str]()
+    if figure is not None:
+        caption = "The line is the median client."
+        if len(runs) == 1:
+            caption += " Areas: the middle 80 % of clients, and all of them; the narrower, the fairer."
+        cards.append(_card(figures, "clients", "Accuracy of clients", caption, figure, lines=True))
+    for number, found in told.items():
+        heading = "Who took part" if len(runs) == 1 else f"Who took part: {names[number]}"
+        text = f"{clients.said_of(found)} A fuller color is a larger part of the rounds."
+        picture = clients.turns_picture(found)
+        cards.append(f'<section class="card"><h3>{escape(heading)}</h3><p>{escape(text)}</p>{picture}</section>')
+    return f'<h2>Clients</h2><div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
 def _own(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from polytempo.core.system.files import METRICS
+from polytempo.core.system.files import METRICS, remove_tails
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.line_file import LineFile
 from polytempo.report.status.rows import read_rows
@@ -18,8 +18,8 @@ class MetricsWriter:
     """Writes `metrics.jsonl` in `folder`, one flushed line a row, so that a crash loses at most the row being written.
 
     A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops rows
-    beyond it, which it will write again; of rows about tests also rows of `scored_again` samples and more. A run goes
-    on without rows that cannot be written (see `LineFile`).
+    beyond it, which it will write again; of rows about tests also rows of `scored_again` samples and more. Both remove
+    the tails of the run before. A run goes on without rows that cannot be written (see `LineFile`).
 
         with MetricsWriter(folder) as metrics:
             metrics.write({"kind": "train", "step": 1, "loss": 2.3})
@@ -30,11 +30,18 @@ class MetricsWriter:
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
         lines = [row_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
         near = isinstance(folder, UrlPath) and folder.url.startswith("polytempo:")  # in the launcher's, who shows rows
+        self._before = b""
+        remove_tails(folder)
         self._lines = LineFile(folder / METRICS, b"".join(lines), every_s=1.0 if near else 10.0)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Numbers that are not finite become null: JSON has no others."""
-        self._lines.write(row_line(row))
+        before, self._before = self._before, b""
+        self._lines.write(before + row_line(row))
+
+    def write_with_next(self, row: Mapping[str, Any]) -> None:
+        """Append one row when the next one comes: without another one the run has not begun."""
+        self._before += row_line(row)
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""

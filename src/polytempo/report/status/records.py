@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from polytempo.core.system.first_failure import FirstFailure
-from polytempo.report.status.rows import check_row
+from polytempo.report.status.rows import check_row, parsed_row
 
 VERSION = 1
 """Version of the records. It grows when an entry gets another meaning; new entries and new kinds do not change it."""
@@ -77,6 +77,8 @@ class TrainRow(_Row, frozen=True, kw_only=True, tag="train"):
     """A row of training: the mean loss and the rate since the row before."""
 
     samples_per_s: Number | None = None
+    lr: Number | None = None
+    """The learning rate of the next step under a schedule; with a parameter server of the worker's last batch."""
     worker: _Count | None = None
     """The row's own worker, with a parameter server."""
     idle_share: Number | None = None
@@ -224,6 +226,8 @@ StreamRecord = (
     | RunFinished
 )
 _KINDS: dict[str, type[StreamRecord]] = {str(each.__struct_config__.tag): each for each in get_args(StreamRecord)}
+_AT_ONCE = msgspec.json.Decoder(StreamRecord)
+_EXCHANGED, _WORKER = b'{"kind": "exchange",', b'"worker": '
 _ENTRIES = {kind: frozenset(_KINDS[kind].__struct_fields__) - {"more"} for kind in ("train", "test")}
 
 
@@ -239,6 +243,39 @@ def record_of(row: dict[str, Any]) -> StreamRecord | None:
         known = {name: row[name] for name in row.keys() & (_ENTRIES[kind] | {"kind"})}
         row = known | {"more": {name: value for name, value in row.items() if name not in known}}
     return msgspec.convert(row, _KINDS[kind])
+
+
+def records_in(lines: list[bytes], *, brief: bool = False) -> list[StreamRecord]:
+    """The records of lines; a kind that this version does not know is left out. ValueError for a broken line.
+
+    brief: `more` is filled only in the last row of each kind and in rows with a noise scale, and of the records of a
+    worker's exchanges the last one is there.
+    """
+    if brief:
+        exchanged = [number for number, line in enumerate(lines) if line.startswith(_EXCHANGED)]
+        last = {lines[number][lines[number].rfind(_WORKER) :]: number for number in exchanged}
+        left_out = {*exchanged}.difference(last.values())
+        lines = [line for number, line in enumerate(lines) if number not in left_out]
+    try:
+        records: list[StreamRecord] = _AT_ONCE.decode_lines(b"\n".join(lines))
+    except msgspec.MsgspecError:
+        records = []
+    if len(records) != len(lines):  # another kind, or an error that is to be named
+        return [found for line in lines if (found := record_of(parsed_row(line))) is not None]
+    rows = [number for number, record in enumerate(records) if isinstance(record, _Row)]
+    lasts = {type(records[number]): number for number in rows}
+    for number in rows:
+        if not brief or number in lasts.values() or b'"noise_scale"' in lines[number]:
+            _fill(records[number], lines[number])
+    return records
+
+
+def _fill(record: StreamRecord, line: bytes) -> None:
+    entries = _ENTRIES[str(record.__struct_config__.tag)]
+    more = {name: value for name, value in msgspec.json.decode(line).items() if name not in entries}
+    del more["kind"]
+    check_row(more)
+    msgspec.structs.force_setattr(record, "more", more)
 
 
 def row_of(record: StreamRecord) -> dict[str, Any]:

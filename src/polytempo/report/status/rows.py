@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import IO, Any
@@ -18,7 +18,7 @@ from polytempo.core.system.url_path import Place, UrlPath
 
 _NUMBERS = frozenset(
     {"step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "idle_share", "staleness"}
-    | {"noise_trace", "gradient_square", "noise_scale"}
+    | {"noise_trace", "gradient_square", "noise_scale", "lr"}
 )
 """Entries of rows that readers calculate with."""
 METRIC_KINDS = frozenset({"train", "test"})
@@ -116,15 +116,19 @@ class RowFollower:
     def __init__(
         self,
         run: Place,
-        show: Callable[[dict[str, Any]], None],
+        show: Callable[[Any], None],
         every_s: float = 0.0,
         *,
         earlier: bool = False,
         name: str = METRICS,
+        parse: Callable[[list[bytes]], Iterable[Any]] | None = None,
         on_broken: Callable[[bytes, Exception], None] | None = None,
     ) -> None:
-        """`on_broken(line, error)`: called with a whole line that is not a row; None: its error is raised."""
-        self.path, self._on_broken = run / name, on_broken
+        """`parse(lines)`: the items to show of whole lines, ValueError for a broken line; None: the rows.
+
+        `on_broken(line, error)`: called with a whole line that is not a row; None: its error is raised.
+        """
+        self.path, self._parse, self._on_broken = run / name, parse, on_broken
         self._show, self._every_s = show, every_s
         self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
         self._seam = b""
@@ -156,20 +160,23 @@ class RowFollower:
                 content += stream.readline()
             self.behind = bool(stream.read(1))
             whole_lines, newline, _ = content.rpartition(b"\n")
-            self._read_bytes += len(whole_lines) + len(newline)
+            lines = whole_lines.split(b"\n") if newline else []
+            rows = list(self._rows(lines) if self._parse is None else self._parse(lines))
+            self._read_bytes += len(whole_lines) + len(newline)  # a broken line is read again until it is mended
             self._seam = (self._seam + whole_lines + newline)[-_SEAM_BYTES:]
-            for line in whole_lines.split(b"\n") if newline else []:
-                self._take(line)
+            for found in rows:
+                self._show(found)
 
-    def _take(self, line: bytes) -> None:
-        try:
-            row = parsed_row(line)
-        except (ValueError, RecursionError) as error:
-            if self._on_broken is None:
-                raise
-            self._on_broken(line, error)
-        else:
-            self._show(row)
+    def _rows(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            try:
+                row = parsed_row(line)
+            except (ValueError, RecursionError) as error:
+                if self._on_broken is None:
+                    raise
+                self._on_broken(line, error)
+            else:
+                yield row
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], int]]:

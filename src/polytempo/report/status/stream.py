@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from polytempo.core.system.files import EVENTS, METRICS, RESULT, STATUS
 from polytempo.core.system.url_path import Place, UrlPath, place
@@ -28,7 +28,7 @@ from polytempo.report.status.live_status import (
     read_status,
     status_of_result,
 )
-from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, record_of
+from polytempo.report.status.records import RunFinished, RunStarted, StreamRecord, record_of, records_in
 from polytempo.report.status.rows import RowFollower, first_rows, last_rows
 
 FILES = (METRICS, EVENTS)
@@ -124,13 +124,15 @@ class RunStream:
 
     most_bytes: a look reads rows of at most so many bytes, so a long run comes in parts, the first of them with all
     records that are not rows. None: all.
+    brief: as in `records_in`.
     """
 
-    def __init__(self, run: str | Path | UrlPath, most_bytes: int | None = None) -> None:
-        self._run, self._most_bytes = place(run), most_bytes
-        self._lines: dict[Place, list[dict[str, Any]]] = {}
+    def __init__(self, run: str | Path | UrlPath, most_bytes: int | None = None, *, brief: bool = False) -> None:
+        self._run, self._most_bytes, self._brief = place(run), most_bytes, brief
+        self._found: list[StreamRecord] = []
         self._metrics, self._events = map(self._follower, FILES)
         self._news = StatusNews()
+        self._unread: list[StreamRecord] = []
         self._last: StreamRecord | None = None
         """The last start or finish."""
         self.ended = False
@@ -143,16 +145,18 @@ class RunStream:
 
     def look(self) -> list[StreamRecord]:
         """The new records: rows in the order of their file after the last start, then other records."""
-        if self.ended and not self.behind:
+        if self.ended and not self.behind and not self._unread:
             return []
         if not (self._run / EVENTS).exists():
             return self._of_status()
-        records = self._new(self._events)
+        records = self._unread + self._new(self._events)
         self._see(records)
         if not self.ended and isinstance(self._last, RunStarted) and _is_gone(self._last):
             self._see(more := self._new(self._events))  # it may have written its end before it was gone
             records, self.ended = records + more, True
+        self._unread = records  # a broken row leaves them for the next look
         rows = self._new(self._metrics)  # after the events: a run that has ended has written all its rows
+        self._unread = []
         begin = 1 + max((n for n, each in enumerate(records) if isinstance(each, RunStarted)), default=-1)
         return [*records[:begin], *rows, *records[begin:]]
 
@@ -174,18 +178,16 @@ class RunStream:
         return [*start, *rows, *([] if status is None else self._news.look(status))]
 
     def _follower(self, name: str) -> RowFollower:
-        lines = self._lines[self._run / name] = []
-        return RowFollower(self._run, lines.append, earlier=True, name=name)
+        parse = partial(records_in, brief=self._brief)
+        return RowFollower(self._run, self._found.append, earlier=True, name=name, parse=parse)
 
     def _new(self, follower: RowFollower) -> list[StreamRecord]:
-        lines = self._lines[follower.path]
-        lines.clear()
+        self._found.clear()
         try:
             follower.look(last=True, most_bytes=None if follower is self._events else self._most_bytes)
-            records = [record_of(line) for line in lines]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{follower.path}: {error}; remove that line to read the others") from error
-        return [record for record in records if record is not None]
+        return self._found.copy()
 
 
 def _is_gone(start: RunStarted) -> bool:

@@ -22,7 +22,7 @@ from polytempo.cluster.computing_time import COLLECTIVE
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.core import Port
 from polytempo.core.arithmetic.kernel_use import KernelUse
-from polytempo.core.op import Collective, Op
+from polytempo.core.op import Collective, Op, Program
 from polytempo.device import HOST
 from polytempo.runs.calibration.probe import pairs_of
 from polytempo.training.model.run_device import synchronize
@@ -92,7 +92,7 @@ async def collectives(
 
 def _collective(
     port: Port, kind: str, numel: int, empty: Callable[[int], Tensor], device: torch.device
-) -> Callable[[], Op[Any]]:
+) -> Callable[[], Op[Any] | Program[Any]]:
     if kind == "all_reduce":
         buffer = empty(numel)
         return lambda: port.all_reduce(buffer)
@@ -103,7 +103,9 @@ def _collective(
     return lambda: port.all_to_all(pieces, pieces)
 
 
-async def _repeated(port: Port, call: Callable[[], Op[Any]], device: torch.device) -> tuple[float, float]:
+async def _repeated(
+    port: Port, call: Callable[[], Op[Any] | Program[Any]], device: torch.device
+) -> tuple[float, float]:
     """The median seconds, and the mean seconds on processors, of a number of calls that is equal on all ranks."""
     await call()
     synchronize(device)

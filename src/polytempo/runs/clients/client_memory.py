@@ -12,7 +12,7 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import TextIO, final
 
 from torch import Tensor
 
@@ -28,6 +28,19 @@ class LostClientState(PolytempoError):
     """A client has no longer the tensors that the server counts on."""
 
 
+def locked_folder(folder: Path) -> TextIO:
+    """Make a client's folder, and lock it for this process until the file is closed. `PolytempoError` where another one
+    has it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise PolytempoError(f"another process is the client of {folder}; end it, or give another") from error
+    return lock
+
+
 @final
 class ClientMemory:
     """The states of one client in one run, by their rounds. In files they take no memory.
@@ -40,13 +53,7 @@ class ClientMemory:
         them. None: in memory. `PolytempoError` where another process uses the folder."""
         self._folder, self._states = folder, dict[int, bytes | None]()
         if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self._lock.close()
-                raise PolytempoError(f"another process is the client of {folder}; end it, or give another") from error
+            self._lock = locked_folder(folder)
             names = (
                 path.name.removeprefix("round-").removesuffix(_ENDING) for path in folder.glob(f"round-*{_ENDING}")
             )

@@ -7,7 +7,7 @@ client ──ClientHello, ClientMovement, RoundDeclined, SumTell──▶ server
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -83,8 +83,8 @@ class SumAsk(Struct, tag="ask", frozen=True):
     phase: int
     content: dict[int, bytes]
     """Keys, shares or names of clients, by number."""
-    share: float = 0.0
-    """The client's weight in the sum."""
+    samples: dict[int, _Count] = {}
+    """Samples of each client, by number, in phase 1: a client makes its own weight of them."""
     failed: list[int] = []
     """Earlier sums of the round that cannot be opened: their shares do not fit."""
 
@@ -95,7 +95,8 @@ class SumAsk(Struct, tag="ask", frozen=True):
 
 
 class SumTell(Struct, tag="tell", frozen=True):
-    """A client's part of a phase. `why`: it leaves the sum. `wrong`: clients that have sent it wrong shares."""
+    """A client's part of a phase. `why`: it leaves the sum. `wrong`: clients that have sent it wrong shares. `opened`:
+    it leaves because it has given shares for other clients of this round."""
 
     round: _Count
     draw: _Count
@@ -103,6 +104,7 @@ class SumTell(Struct, tag="tell", frozen=True):
     content: dict[int, bytes] = {}
     why: _Text = ""
     wrong: list[int] = []
+    opened: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -135,6 +137,21 @@ class RoundsOver(Struct, tag="over", frozen=True):
 
 FromClient = ClientHello | ClientMovement | RoundDeclined | SumTell
 ToClient = ClientWelcome | RoundOrder | ServerBeat | ClientRefused | RoundsOver | SumAsk
+
+
+def ordered(welcome: ClientWelcome, mark: str, rates: Sequence[float]) -> str:
+    """A digest of an order to train, but for the client's number. `mark`: of the model."""
+    return digest(msgspec.json.encode([welcome.strategy, welcome.lr, welcome.seed, mark, list(rates)]))
+
+
+def agreement(number: int, draw: int, order: str, keys: Mapping[int, bytes], samples: Mapping[int, int]) -> bytes:
+    """A digest of the facts that all clients of a secure sum have to be told alike: `agreed` of their masks.
+
+    `order`: of `ordered`. Where clients get different facts, their masks do not cancel: a server that has others
+    train at the rate 0, or weighs them by 0, gets random numbers in place of one client's movement.
+    """
+    told = [number, draw, order, [[client, keys[client], samples[client]] for client in sorted(keys)]]
+    return hashlib.sha256(msgspec.msgpack.encode(told)).digest()
 
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:

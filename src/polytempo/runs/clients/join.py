@@ -38,10 +38,12 @@ from polytempo.runs.clients.client_messages import (
     ToClient,
     digest,
     layout,
+    ordered,
     packed,
     unpacked,
 )
-from polytempo.runs.clients.sum_part import SumPart, Unmasked
+from polytempo.runs.clients.opened_sums import OpenedSums
+from polytempo.runs.clients.sum_part import SumPart
 from polytempo.runs.clients.tickets import ClientTicket, url_of
 from polytempo.runs.frame.arguments import checked_job
 from polytempo.spec.job import Data, Job
@@ -140,13 +142,13 @@ class _ClientLoop:
         self._welcome: ClientWelcome | None = None
         self._answer: ClientMovement | None = None
         self._rounds: InRounds | None = None
-        self._from = NO_ROUND
+        self._from, self._rates = NO_ROUND, list[float]()
         self._trained = 0
         self._crypto: Primitives | None = None
         self._moved: list[Tensor] = []
         """The movement of `_answer`, for a secure sum."""
         self._part: SumPart | None = None
-        self._unmasked = Unmasked()
+        self._opened: OpenedSums | None = None
 
     def stay(self) -> ClientPart:
         """Answer the server's rounds until the run is over."""
@@ -179,8 +181,9 @@ class _ClientLoop:
 
     def close(self) -> None:
         """Let another process have the files of this client."""
-        if self._memory is not None:
-            self._memory.close()
+        for each in (self._memory, self._opened):
+            if each is not None:
+                each.close()
 
     def _hello(self) -> None:
         self._channel.send(ClientHello(self._samples, self._layout))
@@ -188,6 +191,7 @@ class _ClientLoop:
     def _meet(self, welcome: ClientWelcome) -> None:
         if welcome == self._welcome:
             return
+        self._answer, self._part, self._moved = None, None, []  # of another strategy, rate or seed
         strategy = parse_strategy(welcome.strategy)
         if strategy.rounds is None:
             refuse({"real clients", "other rounds"}, strategy=strategy, reason="it has no rounds")
@@ -197,10 +201,13 @@ class _ClientLoop:
         self._rounds = strategy.rounds
         known = self._welcome
         if known is None or (welcome.strategy, welcome.seed) != (known.strategy, known.seed):  # else the run goes on
-            self.close()
+            if self._memory is not None:
+                self._memory.close()
             run = digest(f"{welcome.strategy} {welcome.seed} {self._layout}".encode())
             self._memory = ClientMemory(None if self._folder is None else self._folder / run)
         self._crypto = None if strategy.rounds.secure is None else primitives()
+        if self._crypto is not None and self._opened is None:
+            self._opened = OpenedSums(self._folder)
         self._passes = LocalPasses(spec, strategy.rounds.local, torch.device("cpu"))
         self._welcome, self._number = welcome, welcome.number
         if self._data.test is not None and self._job.correct is not None:
@@ -210,22 +217,24 @@ class _ClientLoop:
         if self._passes is None:
             return
         mark = digest(order.model)
-        asked, last = (order.round, mark, order.taken), self._answer
-        if last is None or (last.round, last.model, self._from) != asked:
+        asked, last = (order.round, mark, order.taken, order.rates), self._answer
+        if last is None or (last.round, last.model, self._from, self._rates) != asked:
             try:
                 self._answer = self._trained_from(order, mark, self._passes)
             except Exception as error:
                 self._channel.send(RoundDeclined(order.round, type(error).__name__))  # its text may have data
                 raise
-            self._trained, self._from = self._trained + 1, order.taken
+            self._trained, self._from, self._rates = self._trained + 1, order.taken, order.rates
             self._part = None
         assert self._answer is not None
         answer = self._answer
         if self._crypto is not None:
             if self._part is None or self._part.draw != order.draw:
                 assert self._rounds is not None
-                where = self._number, order.draw, f"{order.round} {mark}"
-                self._part = SumPart(*where, self._moved, self._rounds, self._crypto)
+                assert self._welcome is not None
+                where = self._number, self._samples, order.draw, f"{order.round} {mark}"
+                told = ordered(self._welcome, mark, order.rates)
+                self._part = SumPart(*where, self._moved, self._rounds, self._crypto, told)
             answer = msgspec.structs.replace(answer, movement=self._part.keys, draw=order.draw)
         if not self._channel.parted_s:  # else the server asks again, after the hello that comes first
             self._channel.send(answer)
@@ -234,10 +243,10 @@ class _ClientLoop:
 
     def _add(self, asked: SumAsk) -> None:
         """Answer a phase of a secure sum."""
-        if self._part is None or self._part.draw != asked.draw:
+        if self._part is None or self._opened is None or self._part.draw != asked.draw:
             told = SumTell(asked.round, asked.draw, asked.phase, why="another process had its part of this sum")
         else:
-            told = self._part.tells(asked, self._unmasked)
+            told = self._part.tells(asked, self._opened)
         if not self._channel.parted_s:
             self._channel.send(told)
 

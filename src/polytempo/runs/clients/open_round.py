@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from polytempo.report.status.client_rounds import round_text
 from polytempo.runs.clients.client_messages import digest, packed
 from polytempo.runs.clients.sum_round import SumRound
-from polytempo.runs.clients.tickets import name_of
 from polytempo.training.federated.remote_rounds import ClientAnswer, RoundTask
 from polytempo.training.observe.user_log import user_log
 
@@ -35,6 +36,13 @@ class AskedClient:
     late: bool = False
 
 
+class RoundLost(Exception):
+    """Too few clients have answered a round, or stayed in its secure sums."""
+
+    def __init__(self, found: int, when: str, needed: int) -> None:
+        self.found, self.when, self.needed = found, when, needed
+
+
 @dataclass
 class OpenRound:
     """A round that goes on."""
@@ -42,6 +50,8 @@ class OpenRound:
     task: RoundTask
     most: int
     """Answers that end it."""
+    order: str = ""
+    """The digest of the clients' order."""
     drawn: list[int] = field(default_factory=list)
     """Clients in the order of draws."""
     answers: dict[int, ClientAnswer] = field(default_factory=dict)
@@ -61,6 +71,10 @@ class OpenRound:
     """The secure sum of the answers."""
     failed: list[int] = field(default_factory=list)
     """Secure sums that cannot be opened."""
+    asked_to_open: set[int] = field(default_factory=set)
+    """Clients that may have given shares of secure sums that this server has not opened."""
+    opened_before: bool = False
+    """A lost server may have opened a sum of this round."""
 
     @property
     def number(self) -> int:
@@ -87,24 +101,23 @@ class OpenRound:
         secure = None if self.task.sum is None else self.task.sum.secure
         return answers if secure is None else max(2, answers, secure.threshold or 0)
 
-    def weights(self, clients: Sequence[int]) -> dict[int, float]:
-        """Weights of clients that have answered, in a sum of their movements."""
-        assert self.task.sum is not None
-        answers = [self.answers[each] for each in clients]
-        return dict(zip(clients, self.task.sum.shares(answers), strict=True))
-
-    def summed(self, clients: Collection[int], weights: Mapping[int, float]) -> float:
-        """Leave the answers of clients in a sum; the scale of their `weights` there, which counted lost ones, too."""
+    def summed(self, clients: Collection[int]) -> float:
+        """Leave the answers of clients in a sum; the scale of their weights there, which counted lost ones, too."""
+        weights = self._weights()
         self.answers = {each: answer for each, answer in self.answers.items() if each in clients}
         first = self.found[0]
-        return weights[first] / self.weights(self.found)[first] if len(clients) < len(weights) else 1.0
+        return weights[first] / self._weights()[first] if len(clients) < len(weights) else 1.0
+
+    def _weights(self) -> dict[int, float]:
+        """Weights of clients that have answered, as each of them makes its own."""
+        assert self.task.sum is not None
+        return dict(zip(self.found, self.task.sum.shares([self.answers[each] for each in self.found]), strict=True))
 
 
-def note_round(opened: OpenRound, found: Sequence[int], there: int, buffering: bool) -> None:
-    """Log a round's clients and numbers."""
+def note_round(opened: OpenRound, found: Sequence[int], there: int, clients: int, buffering: bool) -> None:
+    """Log a round's clients and numbers. `there`: connected ones of `clients`."""
     ages = {each: opened.answers[each].age for each in found}
-    names = " ".join(name_of(each) + (f" (age {age})" if age else "") for each, age in ages.items())
-    user_log().log_text("clients/round", f"round {opened.number}: {names}")
+    user_log().note_round(round_text(opened.number, clients, ages))
     values = {"clients/there": float(there), "clients/refused": float(len(opened.out))}
     values |= {"clients/sent_bytes": float(opened.sent_bytes)}
     values |= {"clients/received_bytes": float(opened.received_bytes)}
@@ -112,6 +125,12 @@ def note_round(opened: OpenRound, found: Sequence[int], there: int, buffering: b
         age = sum(ages.values()) / len(ages)
         values |= {"clients/age": age, "clients/too_old": float(opened.too_old)}
     user_log().log(values)
+
+
+def say(text: str) -> None:
+    """Tell an event of a round: in the run's stream, and on standard error."""
+    print(f"polytempo: {text}", file=sys.stderr)
+    user_log().log_text("clients", text)
 
 
 def sent_round(task: RoundTask) -> SentRound:

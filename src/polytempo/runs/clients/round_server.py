@@ -5,7 +5,7 @@ round 7   drawn among the clients that are there: 2, 5, 9 ──Round──▶
           ◀─Movement─ 2      NaN: refused by name, and asked no more in this round
                       5      silent at the deadline: the round goes on without it
 
-sum 7     ◀─Movement─ 9      with keys, and then its part of each phase; see `sum_round`      (`secure`)
+sum 7     ◀─Movement─ 9      with keys, and then its part of each phase; see `sum_phases`     (`secure`)
 
 buffer 7  ◀─Movement─ 9      began in round 5: age 2                             (`fed_buff`)
           ──Round──▶  4      another client begins, with the newest model; 2 and 5 are in training still
@@ -14,9 +14,9 @@ buffer 7  ◀─Movement─ 9      began in round 5: age 2                      
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -42,13 +42,13 @@ from polytempo.runs.clients.client_messages import (
     SumTell,
     ToClient,
     layout,
+    ordered,
 )
-from polytempo.runs.clients.open_round import AskedClient, OpenRound, SentRound, note_round, sent_round
-from polytempo.runs.clients.sum_round import SumRound
+from polytempo.runs.clients.open_round import AskedClient, OpenRound, RoundLost, SentRound, note_round, say, sent_round
+from polytempo.runs.clients.sum_phases import SumMoves, part_verdict, sum_in_phases
 from polytempo.runs.clients.tickets import TicketRoster, name_of
 from polytempo.spec.text.plain_text import plain_text
 from polytempo.training.federated.remote_rounds import NO_ROUND, RoundAnswers, RoundTask, SumTask
-from polytempo.training.observe.user_log import user_log
 from polytempo.wire.channel import ChannelServer
 
 _LOOK_S = 1.0
@@ -101,7 +101,7 @@ class RoundServer:
         self._asked: dict[int, AskedClient] = {}
         self._orders: dict[int, SentRound] = {}
         """The rounds that clients in training began in."""
-        self._looked_s, self._rounds, self._begun = -math.inf, 0, False
+        self._looked_s, self._rounds, self._begun, self._given_up = -math.inf, 0, False, 0
 
     @property
     def samples(self) -> Mapping[int, int]:
@@ -116,17 +116,22 @@ class RoundServer:
     def performed(self, task: RoundTask) -> RoundAnswers:
         """A round; see `RemoteRounds`. PT2518 (a ValueError) where too few clients come or answer."""
         opened, words, scale = OpenRound(task, self._places if task.drawn is None else len(task.drawn)), None, 1.0
-        self._orders[task.number] = sent_round(task)
+        self._orders[task.number] = sent = sent_round(task)
+        opened.order = ordered(self._welcome, sent.mark, sent.rates)
         if self._buffering is not None:
             self._fill(opened, self._buffering)
             found = list(opened.answers)
         else:
-            if task.sum is not None:
-                words, scale = self._sum(opened, task.sum)
-            elif task.drawn is None:
-                self._draw(opened)
-            else:
-                self._ask_drawn(opened, task.drawn)
+            try:
+                if task.sum is not None:
+                    words, scale = self._sum(opened, task.sum)
+                elif task.drawn is None:
+                    self._draw(opened)
+                else:
+                    self._ask_drawn(opened, task.drawn)
+                self._given_up = 0
+            except RoundLost as lost:
+                self._give_up(opened, lost)
             self._asked.clear()
             found = opened.found
         began = {asked.number for asked in self._asked.values()}
@@ -135,40 +140,41 @@ class RoundServer:
         self._note(opened, found)
         return RoundAnswers([opened.answers[each] for each in found], words, scale)
 
-    def _sum(self, opened: OpenRound, task: SumTask) -> tuple[Words, float]:
-        """Add movements under masks, and again where too few clients stay: the sum, and the scale of its weights."""
-        assert self._crypto is not None
-        for attempt in range(self._rules.draws):
-            silent = set[int]() if opened.sum is None else opened.sum.silent
-            again = [each for each in opened.found if each in self._there and each not in {*opened.out, *silent}]
-            opened.answers.clear()
-            opened.sum = summing = SumRound(opened.number, task, self._crypto, opened.failed)
-            self._ask(again, opened)
-            self._collect(opened)
-            if len(opened.answers) < opened.fewest(self._rules.least(self._places)):
-                self._draw(opened, first=not attempt)
-            weights = opened.weights(opened.found)
-            while summing.begins(weights):
-                self._ask_phase(opened, summing)
-                self._collect(opened)
-            summed, wrong = summing.ends()
-            for client, why in wrong.items():
-                self._out(client, opened, why)
-            if summed is not None:
-                return summed.words, opened.summed(summed.clients, weights)
-        when = f"stayed in the last of {self._rules.draws} secure sums of round {opened.number}"
-        self._too_few(summing.told, when, summing.least)
-        raise AssertionError("too few clients are refused")
+    def _give_up(self, opened: OpenRound, lost: RoundLost) -> None:
+        """End a round without an update. PT2518 in a server's first round, in the last of `draws` rounds given up, and
+        where a lost server may have opened the round's sum: the next one, of the same model, could tell of a client."""
+        self._given_up += 1
+        if not self._begun or opened.opened_before or self._given_up >= self._rules.draws:
+            self._too_few(lost.found, lost.when, lost.needed)
+        opened.answers.clear()
+        say(f"round {opened.number} is given up: {lost.found} clients {lost.when}, and {lost.needed} are needed")
 
-    def _ask_phase(self, opened: OpenRound, summing: SumRound) -> None:
-        """Ask the clients of the phase before for this one. Broken connections may come back."""
+    def _sum(self, opened: OpenRound, task: SumTask) -> tuple[Words, float]:
+        """Add movements under masks: the sum, and the scale of its weights."""
+        assert self._crypto is not None
+        moves = SumMoves(
+            there=self._there.keys,
+            train=partial(self._ask_again, opened),
+            draw=partial(self._draw, opened),
+            part=partial(self._ask_part, opened),
+            out=lambda client, why: self._out(client, opened, why),
+        )
+        return sum_in_phases(opened, task, self._crypto, self._rules, moves)
+
+    def _ask_again(self, opened: OpenRound, chosen: list[int]) -> None:
+        self._ask(chosen, opened)
+        self._collect(opened)
+
+    def _ask_part(self, opened: OpenRound, clients: Collection[int]) -> None:
+        """Ask clients for their part of a sum's phase. Broken connections may come back."""
         self._asked.clear()
-        for client in summing.there - opened.out.keys():
+        for client in clients:
             self._asked[client] = AskedClient(opened.number, math.inf)
             if client in self._there:
                 self._send_round(client, opened)
             else:
                 self._lost(client)
+        self._collect(opened)
 
     def _draw(self, opened: OpenRound, first: bool = True) -> None:
         """Ask clients that are there, and further ones where too few of them answer. `first`: the round begins."""
@@ -176,7 +182,8 @@ class RoundServer:
         random = generator(self._welcome.seed, "cohort", number)
         for _ in range(self._rules.draws):
             wanted = self._places - len(opened.answers)
-            there = self._enough(self._needed if first else 1, opened)
+            waits = first or not self._begun
+            there = self._enough(self._needed if first else 1, opened) if waits else self._free(opened)
             asked = min(len(there), -int(-wanted * (1 + self._rules.extra) // 1) if first else wanted)
             chosen = [int(each) for each in random.choice(there, asked, replace=False)] if there else []
             self._ask(chosen, opened)
@@ -184,7 +191,7 @@ class RoundServer:
             if len(opened.answers) >= least:
                 return
             first = False
-        self._too_few(len(opened.answers), f"after {self._rules.draws} draws of round {number}", least)
+        raise RoundLost(len(opened.answers), f"answered in {self._rules.draws} draws of round {number}", least)
 
     def _ask_drawn(self, opened: OpenRound, drawn: Sequence[int]) -> None:
         """Ask the clients of a draw that are there. Nothing else decides who takes part."""
@@ -266,6 +273,7 @@ class RoundServer:
             self._hear(opened, max(0.0, min(_LOOK_S, until_s - time.monotonic())))
 
     def _ask(self, chosen: list[int], opened: OpenRound) -> None:
+        self._count(chosen, opened.number, opened)
         for client in chosen:
             self._asked[client] = AskedClient(opened.number, time.monotonic() + self._rules.deadline_s)
             if client in opened.drawn:
@@ -277,9 +285,8 @@ class RoundServer:
         number, taken = self._asked[client].number, opened.task.taken.get(client, NO_ROUND)
         order, asked = self._orders[number], None if opened.sum is None else opened.sum.asks(client)
         peer = self._there[client].peer
-        if asked is None and (peer, number) not in opened.counted:
-            opened.counted.add((peer, number))
-            opened.task.asked(client)
+        if asked is None:
+            self._count([client], number, opened)
         message = asked or RoundOrder(number, order.rates, order.content, taken, opened.draw)
         sent = self._channel.sent(peer, message)
         opened.sent_bytes += (asked.num_bytes if asked else len(order.content)) if sent else 0
@@ -289,6 +296,13 @@ class RoundServer:
             del self._asked[client]
             opened.out[client] = why = "did not get the round: its queue is full, because it reads no messages"
             self._tell(opened.number, client, why)
+
+    def _count(self, clients: Sequence[int], number: int, opened: OpenRound) -> None:
+        """Count orders of round `number` before they travel."""
+        peers = {client: (self._there[client].peer, number) for client in clients}
+        if fresh := [client for client, place in peers.items() if place not in opened.counted]:
+            opened.counted.update(peers.values())
+            opened.task.asked(fresh)
 
     def _collect(self, opened: OpenRound) -> None:
         """Take answers until there are enough, none is to come, or the deadline has passed."""
@@ -405,25 +419,15 @@ class RoundServer:
         opened.received_bytes += len(message.movement)
 
     def _take_part(self, client: int, present: _Present, message: SumTell, opened: OpenRound) -> None:
-        """Take a client's part of a phase, or its reason to leave the sum."""
-        summing, asked = opened.sum, client in self._asked
-        if summing is None or not asked or message.place != summing.place:
-            if asked and client not in opened.old:
-                opened.old.add(client)
-                self._tell(opened.number, client, f"sent a part of another sum (of round {message.round})")
-            self._channel.send(present.peer, ClientRefused("this phase of the sum is over"))
-            return
-        problem = summing.takes(client, message)
-        if problem is None:
+        verdict = part_verdict(client, message, opened, client in self._asked)
+        if verdict.refused is not None:
+            self._channel.send(present.peer, ClientRefused(verdict.refused))
+        if verdict.over:
             del self._asked[client]
-            opened.received_bytes += message.num_bytes
-            return
-        self._channel.send(present.peer, ClientRefused(problem))
-        if summing.accuses(message):  # it can take part in the next sum
-            del self._asked[client]
-            self._tell(opened.number, client, problem.removeprefix("it "))
-        else:
-            self._out(client, opened, problem)
+        if verdict.event is not None:
+            self._tell(opened.number, client, verdict.event)
+        if verdict.out:
+            self._out(client, opened, verdict.refused or "")
 
     def _out(self, client: int, opened: OpenRound, why: str) -> None:
         self._asked.pop(client, None)
@@ -432,12 +436,10 @@ class RoundServer:
             self._tell(opened.number, client, f"is refused: {why}")
 
     def _tell(self, number: int, client: int, event: str) -> None:
-        text = f"round {number}: {name_of(client)} {event}"
-        print(f"polytempo: {text}", file=sys.stderr)
-        user_log().log_text("clients", text)
+        say(f"round {number}: {name_of(client)} {event}")
 
     def _note(self, opened: OpenRound, found: list[int]) -> None:
-        note_round(opened, found, len(self._there), self._buffering is not None)
+        note_round(opened, found, len(self._there), len(self._roster.members), self._buffering is not None)
 
     @property
     def _needed(self) -> int:

@@ -55,6 +55,9 @@ def serve(
     _check_strategy(strategy, rules, len(roster.members))
     rounds = strategy.rounds
     assert rounds is not None
+    admitted, needed = sum(not each.revoked for each in roster.members), rules.there or rounds.number
+    if rounds.privacy is None and admitted < needed:
+        refuse({"real clients", "too few"}, found=admitted, when="have a ticket", needed=needed, places=rounds.number)
     spec = RunSpec.of(job, strategy, 1, options)
     with kept_random_states():
         passes = LocalPasses(spec, rounds.local, torch.device("cpu"))

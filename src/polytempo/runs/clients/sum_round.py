@@ -1,8 +1,8 @@
 """`SumRound`: the server's side of a round's secure sum, its questions and answers of each phase, without I/O.
 
 phase 0 keys       with the answer of a client that has trained
-phase 1 shares     ask: everyone's keys, the client's weight      tell: sealed Shamir shares for each other client
-phase 2 vector     ask: the others' sealed shares for it          tell: masked words of its weighted movement
+phase 1 shares     ask: everyone's keys and numbers of samples    tell: sealed Shamir shares for each other client
+phase 2 vector     ask: the others' sealed shares for it          tell: masked words of its movement, by its own weight
 phase 3 unmasking  ask: the clients with words                    tell: a Shamir share of each client of phase 1
 """
 
@@ -26,7 +26,7 @@ from polytempo.federated.secure_sum import (
     share_bytes,
     without_masks,
 )
-from polytempo.runs.clients.client_messages import SumAsk, SumTell
+from polytempo.runs.clients.client_messages import SumAsk, SumTell, agreement
 from polytempo.runs.clients.tickets import name_of
 from polytempo.spec.text.plain_text import plain_text
 from polytempo.training.federated.movement_words import point_of
@@ -47,16 +47,22 @@ class Summed(NamedTuple):
 class SumRound:
     """A sum of clients' movements, from their keys on."""
 
-    def __init__(self, number: int, task: SumTask, crypto: Primitives, failed: list[int] | None = None) -> None:
-        """`number`: the round's. `failed`: earlier sums of the round that cannot be opened, and this one, if so."""
+    def __init__(
+        self, number: int, task: SumTask, crypto: Primitives, failed: list[int] | None = None, order: str = ""
+    ) -> None:
+        """`number`: the round's. `failed`: earlier sums of the round that cannot be opened, and this one, if so.
+        `order`: the digest of the order that the clients have trained by."""
+        self._order = order
         self._number, self._task, self._crypto = number, task, crypto
         self._failed = [] if failed is None else failed
         self.draw = secrets.randbits(52)
         self.phase = 0
-        self._weights: Mapping[int, float] = {}
+        self._samples: Mapping[int, int] = {}
         self._keys: dict[int, PublicKeys] = {}
         self._told: list[dict[int, dict[int, bytes]]] = [{}]
         self._accusers: dict[int, set[int]] = {}
+        self.opened = set[int]()
+        """Clients that have given shares for other clients of the round."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -67,6 +73,11 @@ class SumRound:
     def there(self) -> set[int]:
         """Clients that are asked in this phase."""
         return set(self._told[max(0, self.phase - 1)])
+
+    @property
+    def is_last(self) -> bool:
+        """True in the phase that clients give shares in."""
+        return self.phase == _LAST_PHASE
 
     @property
     def told(self) -> int:
@@ -100,11 +111,14 @@ class SumRound:
         """True for other keys than the client has sent."""
         return content != b"".join(self._keys[client])
 
-    def begins(self, weights: Mapping[int, float]) -> bool:
-        """Begin the next phase; False after the last one, or where too few clients stay. `weights`: the clients'."""
-        if self.phase == _LAST_PHASE or self.told < self.least:
+    def begins(self, samples: Mapping[int, int]) -> bool:
+        """Begin the next phase; False after the last one, or where too few clients stay.
+
+        `samples`: numbers of samples of clients with keys, in the order of draws.
+        """
+        if self.is_last or self.told < self.least:
             return False
-        self._weights = weights
+        self._samples = samples
         self.phase += 1
         self._told.append({})
         return True
@@ -115,16 +129,22 @@ class SumRound:
             return None
         told = self._told[self.phase - 1]
         if self.phase == 1:
-            content = {other: b"".join(each) for other, each in self._keys.items()}
+            content = self._joined_keys()
         elif self.phase == 2:
             content = {other: each[client] for other, each in told.items() if other != client}
         else:
             content = dict.fromkeys(told, b"")
-        return SumAsk(self._number, self.draw, self.phase, content, self._weights[client], self._failed)
+        samples = dict(self._samples) if self.phase == 1 else {}
+        return SumAsk(self._number, self.draw, self.phase, content, samples, self._failed)
+
+    def _joined_keys(self) -> dict[int, bytes]:
+        return {client: b"".join(self._keys[client]) for client in self._samples}
 
     def takes(self, client: int, message: SumTell) -> str | None:
         """Take a client's message of this phase; the reason to refuse it, or None."""
         if message.why:
+            if message.opened:
+                self.opened.add(client)
             for other in self._accused_by(message):
                 self._accusers.setdefault(other, set()).add(client)
             return f"it leaves the sum: {plain_text(message.why[:_MOST_WHY])}"
@@ -162,7 +182,8 @@ class SumRound:
         except WrongShares as error:
             self._failed.append(self.draw)
             return None, dict.fromkeys(error.clients, "its shares do not give its key")
-        summed = Summed(without_masks(self._keys, sent, found, self._crypto), frozenset(sent))
+        agreed = agreement(self._number, self.draw, self._order, self._joined_keys(), self._samples)
+        summed = Summed(without_masks(self._keys, sent, found, self._crypto, agreed), frozenset(sent))
         return summed, dict.fromkeys(wrong, "it has told wrong shares of others")
 
     def _accusations(self) -> dict[int, str]:

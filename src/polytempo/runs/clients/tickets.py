@@ -8,6 +8,7 @@ All are files that their owner alone can read. A ticket is a secret: any process
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -128,6 +129,8 @@ def make_tickets(folder: str | Path, clients: int, server: str, most_samples: in
         )
     url, folder = url_of(server), Path(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.path.lexists(folder / ROSTER):
+        raise FileExistsError(errno.EEXIST, "this folder has tickets already; name another one", str(folder / ROSTER))
     keys = make_keys()
     tickets = [ClientTicket(url, number, make_client_keys(keys.server_public)) for number in range(clients)]
     members = [TicketHolder(each.keys.client_public.decode(), most_samples) for each in tickets]

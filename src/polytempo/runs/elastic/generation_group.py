@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -75,6 +76,7 @@ def joined_group(store: KeyedStore, view: GroupView, board: MemberBoard, timeout
                 raise
             except (RuntimeError, OSError) as error:  # of torch and the system, if a member is lost meanwhile
                 raise Superseded(f"generation {view.generation} could not be formed: {error}") from error
+            world.transport.making = partial(_making, connections, board)
             set_current(world)
             try:
                 yield world
@@ -87,6 +89,20 @@ def joined_group(store: KeyedStore, view: GroupView, board: MemberBoard, timeout
             if dist.is_initialized():
                 dist.destroy_process_group()
             distributed_c10d._world.group_count = 0  # part of names in the store; a failed start has counted, too
+
+
+@contextmanager
+def _making(connections: GroupConnections, board: MemberBoard) -> Iterator[Options]:
+    """A group of some members is made, such as an island: the same things end waits for it and in it."""
+    before = sockets()
+    try:
+        yield Options(while_connecting=board.check)
+    except PolytempoError:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise Superseded(f"a group in generation {board.generation} could not be formed: {error}") from error
+    finally:
+        connections.add(before)
 
 
 def take_part(
@@ -138,10 +154,15 @@ class GroupConnections:
     """The sockets that this process has opened since `before`. A thread calls `is_broken` ten times a second."""
 
     def __init__(self, before: dict[int, int], is_broken: Callable[[], bool]) -> None:
-        self._inodes = sockets().keys() - before.keys()
+        self._inodes: set[int] = set()
         self._is_broken, self._left = is_broken, threading.Event()
         self._thread: threading.Thread | None = None
-        if self._inodes:
+        self.add(before)
+
+    def add(self, before: dict[int, int]) -> None:
+        """Take care of the sockets that this process has opened since `before`, too."""
+        self._inodes = self._inodes | (sockets().keys() - before.keys())
+        if self._inodes and self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="polytempo-connections", daemon=True)
             self._thread.start()
 

@@ -22,6 +22,12 @@ def check_workers(strategy: Strategy, workers: int) -> None:
     check_type("workers", int, workers)
     if workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
+    if strategy.rounds is not None and workers > strategy.rounds.number:
+        clients = strategy.rounds.number
+        raise ValueError(
+            f"{strategy} has at most {clients} clients in a round, so {workers - clients} of {workers} workers would "
+            f"play none; use workers={clients} or fewer, or a larger cohort"
+        )
     if strategy.slices is not None:
         Invariant(strategy.slices).check(workers)
     for number, how, others in (

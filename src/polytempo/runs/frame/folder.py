@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from polytempo.core.system import files
-from polytempo.core.system.files import EVENTS, METRICS, STATUS
+from polytempo.core.system.files import EVENTS, METRICS, STATUS, TAILS
 from polytempo.core.system.folder_lock import held, is_lock
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_folders import SERVED_MODEL
@@ -14,7 +14,7 @@ from polytempo.training.job.start import START
 
 _OF_A_START = frozenset(
     {"logs", "record", "checkpoint", METRICS, f"{METRICS}.tmp", STATUS, EVENTS, START}
-    | {"trackers", "tensorboard", "wandb"}
+    | {"trackers", "tensorboard", "wandb", TAILS}
 )
 """Names that a run may have made before its first row of metrics."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from polytempo.data.shard import DataShard
+from polytempo.data.streams.repeated_reads import RepeatedReads, repeated_reads
 from polytempo.device import accelerator_in_use, gradients_after_fork
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.processes.failures import WorkerDied
@@ -54,6 +56,8 @@ class Rehearsed(NamedTuple):
     """Warnings of the model, the loss and the optimizer."""
     devices: int = 0
     """Devices that the workers of this host share; 0 if they compute on the CPU, or on other hosts."""
+    reads: RepeatedReads = RepeatedReads(None, inf)
+    """The facts that decide how often the data are read."""
 
 
 def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
@@ -75,6 +79,7 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         spec.batch_size,
         spec.lr,
         tuple(options.until),
+        str(options.callbacks),
         options.threads,
         options.inter_threads,
         str(options.precision),
@@ -101,8 +106,8 @@ def _tried(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
         told = in_fork(work, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
-    samples, private_bytes, warned, devices = told
-    return Rehearsed(samples, private_bytes, tuple(warned), devices)
+    samples, private_bytes, warned, devices, reads = told
+    return Rehearsed(samples, private_bytes, tuple(warned), devices, RepeatedReads(*reads))
 
 
 def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = True) -> Rehearsed:
@@ -132,8 +137,8 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
         for each in specs:
             check_stream(each, shard)
             schedule = schedule_in_run(each, optimizer_of(job, model, spec.lr), shard)
-            check_plateau(each, schedule, has_test=data.test is not None)
-        check_goals(job, spec.options, has_test=data.test is not None)
+            check_plateau(each, schedule, has_test=data.test is not None, more=data.more)
+        check_goals(job, spec.options, has_test=data.test is not None, more=data.more)
         batch = next_batch(job, iter(shard))
         if here:
             device = run_device(spec.options, spec.strategy)
@@ -152,7 +157,7 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = 
             evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples
     own = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning))
     devices = devices_of(spec.options, spec.strategy) if here else 0
-    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own), devices)
+    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own), devices, repeated_reads(shard))
 
 
 def _private_bytes() -> int:

@@ -155,7 +155,7 @@ class PreparedLoop:
     def _packed(self, handle: Handle) -> bytes:
         state = handle.state_dict()
         kept, own = Saved(state["tensors"], state["scalars"]).at("strategy"), self._own(handle).at("own")
-        return packed(kept.tensors | own.tensors, kept.scalars | own.scalars)
+        return packed(kept.tensors | own.tensors, kept.scalars | own.scalars | {"version": state["version"]})
 
     def _own(self, handle: Handle) -> Saved:
         """The tensors that differ between ranks, and the optimizer's state."""
@@ -167,8 +167,8 @@ class PreparedLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, behind the library's own loading. All ranks call it.
 
-        Errors: Incompatible for a state of another number of ranks, unless the ranks have nothing of their own;
-        ValueError for another strategy's.
+        Errors: Incompatible for a state of another number of ranks, unless the ranks have nothing of their own, and as
+        `Handle.load_state_dict`.
         """
         assert self.handle is not None
         ranks, rank, size = state["ranks"], self.handle.world.rank, self.handle.world.size
@@ -183,7 +183,8 @@ class PreparedLoop:
                 for name, tensor in _differing(self.handle).items():
                     tensor.copy_(values[name])
             optimizer_restore(self.handle.replica.optimizer, own)
-        self.handle.load_state_dict({"strategy": state["strategy"], "tensors": kept.tensors, "scalars": kept.scalars})
+        facts = {"version": scalars.get("version"), "strategy": state["strategy"], "ranks": size}
+        self.handle.load_state_dict({**facts, "tensors": kept.tensors, "scalars": kept.scalars})
 
     def save(self, folder: str | Path) -> None:
         """Let rank 0 write the state beside the library's own files. All ranks call it."""

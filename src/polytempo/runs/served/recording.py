@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from polytempo.core.system import files
-from polytempo.core.system.url_path import Place, local_path
+from polytempo.core.system.url_path import Place, local_path, place, without_secrets
 from polytempo.native.library import instruction_set
 from polytempo.runs.served.run_snapshot import RunSnapshot, run_snapshot_path
 from polytempo.server.message import Entry as ShardEntry
@@ -67,7 +67,8 @@ def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     job, strategy, options = spec.job, spec.strategy, spec.options
     kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan", "ema")
     taken = {name: getattr(options, name) for name in kept}
-    taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
+    data = None if options.data is None else without_secrets(str(place(options.data).absolute()))
+    taken |= {"until": dict(options.until), "data": data}
     taken |= {} if options.clip_norm is None else {"clip_norm": options.clip_norm}
     taken |= {} if options.eval_every is None else {"eval_every": str(options.eval_every)}
     taken |= {} if options.accumulate == 1 else {"accumulate": options.accumulate}

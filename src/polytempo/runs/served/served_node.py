@@ -48,6 +48,7 @@ from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
 from polytempo.worlds.process.mail import MailWorld
+from polytempo.worlds.trace_tail import tail_of
 
 _LINGER_S = 1.0
 """The time that a process has for its last messages."""
@@ -99,12 +100,17 @@ class Mailboxes(Protocol):
 
 @contextmanager
 def joined_mail(
-    mail: Mailboxes, node: int, plan: ServerPlan, zero_s: float, *, max_events: int = 20_000
+    mail: Mailboxes, node: int, plan: ServerPlan, zero_s: float, *, out: Place | None = None, max_events: int = 20_000
 ) -> Iterator[tuple[OpenMail, MailWorld]]:
-    """The mailbox of this process, which is `node`, and the world of its messages. Last messages may take a second."""
+    """The mailbox of this process, which is `node`, and the world of its messages. Last messages may take a second.
+
+    `out`: the run's folder, which has the last operations while the run goes on.
+    """
     line = mail.mailbox(node, own_process=True)
     try:
-        yield line, MailWorld(node, line, plan.hosts, zero_s=zero_s, max_events=max_events)
+        world = MailWorld(node, line, plan.hosts, zero_s=zero_s, max_events=max_events)
+        world.trace.show_in(tail_of(out, node))
+        yield line, world
     finally:
         line.close(_LINGER_S)
 
@@ -226,7 +232,8 @@ class _Part:
         return leaving
 
     def _joined(self) -> AbstractContextManager[tuple[OpenMail, MailWorld]]:
-        return joined_mail(self._mail, self._role.node, self._plan, self._setting.zero_s)
+        out = None if self._role.kind == "evaluator" else self._program.spec.options.out
+        return joined_mail(self._mail, self._role.node, self._plan, self._setting.zero_s, out=out)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._arenas is not None

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port
+from polytempo.core import Bundle, Port
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.rule import Service
 from polytempo.core.system.url_path import Place
+from polytempo.core.transform import cost_of
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.device import HOST
@@ -144,10 +145,24 @@ class ServedProgram:
 
     def scheduler(self) -> BatchScheduler:
         """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one."""
-        check_goals(self.spec.job, self.spec.options, has_test=self.scores)
+        check_goals(self.spec.job, self.spec.options, has_test=self.scores, more=self.data.more)
         if self.plan.service.reassigns is not None:  # every worker cuts a share of every step into slices
             check_enough(self.batches.num_samples, self.batches.size)
+        self._check_regions()
         return self.plan.scheduler(len(self.batches), self._num_tickets, run=self.batches.run)
+
+    def _check_regions(self) -> None:
+        """`Incompatible` for a run that ends before a region gives its movement on."""
+        rule, workers = self.plan.service.rule, self.batches.size
+        if not rule.region_size:
+            return
+        strategy, regions = self.spec.strategy, -(-workers // rule.region_size)
+        vector = Bundle({"vector": self.plan.weights})
+        period = cost_of(strategy.parameters, vector, workers).exchanges[0].steps.period
+        pushes, batches = self._num_tickets / (period * regions), period * regions * rule.region_pushes
+        if pushes < rule.region_pushes:
+            how = {"every": rule.region_pushes, "regions": regions, "pushes": f"{pushes:.3g}", "batches": batches}
+            refuse({"regions", "short run"}, strategy=strategy, **how)
 
     @property
     def points(self) -> ScorePoints:

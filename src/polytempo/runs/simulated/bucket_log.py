@@ -26,6 +26,7 @@ from polytempo.server.layout import Parameter, Span, plain_empty, without_values
 from polytempo.server.message import COORDINATOR, Elapsed, Entry, Members, Pushed
 from polytempo.server.message import Push as PushMessage
 from polytempo.server.shard.shard import Shard
+from polytempo.server.worker.encoded_pushes import encoded, inner_state
 from polytempo.server.worker.transforms import Moving
 from polytempo.worlds.object_store.object_store import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from polytempo.worlds.object_store.round_cost import RequestSeries
@@ -53,7 +54,8 @@ class SimulatedLog:
         self._bases = [0] * workers
 
     def through_log(self, transform: Transform) -> Transform:
-        """`transform` with its pushes and pulls in the log."""
+        """`transform` with its pushes, encoded, and pulls in the log."""
+        transform = encoded(transform, self._service.codec, lambda worker: self._sequences[worker] + 1)
 
         async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
             async def performed(op: Op[Any]) -> Any:
@@ -61,23 +63,21 @@ class SimulatedLog:
                     case Push():
                         return await self._push(port.world_rank, op)
                     case Start(Push() as push):
-                        await self._push(port.world_rank, push)
-                        return Work(None)
+                        return Work(await self._push(port.world_rank, push))
                     case Start(Pull()):
                         return await port.start(self._answered(port))
-                    case Work(None):
+                    case Work(bool()):
                         return None
                     case Pull():
                         return await self._answered(port)
                 return await op
 
-            assert isinstance(state, Moving), "`pushes_movements` has seen to it"
-            self._copy(state.anchor)
+            self._copy(_moving(state).anchor)
             given = transform.apply(port, bundle, state)
             answer, state = await interpreted(given, performed, (Push, Pull, Start, Work))
-            if state.step == self._steps:
+            if (moved := _moving(state)).step == self._steps:
                 if port.world_rank in self._waiting:
-                    await settled(state.coming)
+                    await settled(moved.coming)
                 await self._append(port.world_rank, lambda: self._without({port.world_rank}))
             return answer, state
 
@@ -85,7 +85,8 @@ class SimulatedLog:
 
     # ------------------------------------------------------------------ a worker's requests
 
-    async def _push(self, worker: int, push: Push) -> None:
+    async def _push(self, worker: int, push: Push) -> bool:
+        """Append a movement; False where the others have gone on without the worker."""
         movement = push.gradient.detach().clone()
         self._answers.pop(worker, None)
         await RequestSeries(members=(worker,), puts=1, sent_bytes=movement.nbytes)
@@ -105,10 +106,12 @@ class SimulatedLog:
                 gradient=movement,
             )
 
-        if not await self._append(worker, entry, movement.nbytes):
+        counts = await self._append(worker, entry, movement.nbytes)
+        if not counts:
             life, shard = len(self._movements) + 2, self._copy()
             await self._append(worker, lambda: self._set_of(self._members | {worker: life}))
             self._bases[worker], self._answers[worker] = shard.version, (len(self._movements), shard.weights.clone())
+        return counts
 
     async def _answered(self, port: Port) -> Tensor:
         """The parameters that a worker goes on from, once its push is in them; as `LogLoop`'s."""
@@ -166,7 +169,8 @@ class SimulatedLog:
     def _copy(self, start: Bundle | None = None) -> Shard:
         if self._shard is None:
             assert start is not None, "each step gives it"
-            parameters = tuple(Parameter(name, value.numel()) for name, value in start.tensors.items())
+            named = start.tensors.items()
+            parameters = tuple(Parameter(name, value.numel(), shape=tuple(value.shape)) for name, value in named)
             spans, weights, meta = (Span(0, start.flat.numel()),), start.flat.detach().clone(), start.flat.is_meta
             service = replace(
                 self._service, allow_nan=self._service.allow_nan or meta
@@ -208,3 +212,9 @@ class SimulatedLog:
                 self._waiting.discard(reply.worker)
                 self._bases[reply.worker] = shard.version
                 self._answers[reply.worker] = len(self._movements), shard.weights.clone()
+
+
+def _moving(state: State) -> Moving:
+    moving = inner_state(state)
+    assert isinstance(moving, Moving), "`pushes_movements` has seen to it"
+    return moving

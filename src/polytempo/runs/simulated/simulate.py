@@ -75,6 +75,7 @@ from polytempo.training.virtual.workers_in_step import WorkersInStep
 from polytempo.training.virtual.workers_in_turn import WorkersInTurn
 from polytempo.worlds import Outcome, VirtualWorld
 from polytempo.worlds.trace import COMMUNICATION
+from polytempo.worlds.trace_tail import tail_of
 from polytempo.worlds.virtual.rare_collection import collecting_rarely
 from polytempo.worlds.virtual.symmetry import run_priced
 
@@ -191,6 +192,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     acting = [group.start for group in groups] or list(range(workers))
     check_simulated(model, data, workers, models=len(acting))
     world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
+    world.trace.show_in(tail_of(options.out, 0, all_ranks=True))
     cost = step_cost(spec, model, data, cluster)
     test = evaluation_of(spec, model, data)
     observer = VirtualObserver(workers, test, parts=test_parts)

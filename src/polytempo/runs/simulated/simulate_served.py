@@ -46,6 +46,7 @@ from polytempo.training.observe.callback_host import CallbackHost, host_of
 from polytempo.training.served.worker_program import Attendance, performed_work
 from polytempo.training.step.step_cost import StepCost, step_cost
 from polytempo.worlds import Outcome, VirtualWorld
+from polytempo.worlds.trace_tail import tail_of
 
 _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
 """Waiting times in units of a step's time: nothing is lost on a virtual network, so nothing need be sent twice."""
@@ -94,6 +95,7 @@ class ServedSimulation:
         self.plan, self.topology = program.plan, program.plan.topology
         topology = self.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
+        self.world.trace.show_in(tail_of(self.options.out, 0, all_ranks=True))
         self._groups: dict[int, Port] = {}
         if meta and program.stages is None:  # without values there is one model, so all can be one
             self.contexts = [program.context(self.cost)] * spec.workers

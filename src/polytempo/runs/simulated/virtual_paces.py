@@ -40,7 +40,9 @@ def watch_paces(contexts: Mapping[int, TrainingContext], world: VirtualWorld) ->
     """Let rank 0 compare the ranks that act, by their virtual seconds. The other ranks are like one of them."""
     board, first = MemoryBoard(len(contexts)), contexts[0]
     for rank, context in contexts.items():
-        if context.spec.strategy.slices is None:
+        if context.balance is not None and context.spec.strategy.slices is not None:
+            context.replica.pace = PaceWatch(None, VirtualClock(world, rank))
+        elif context.spec.strategy.slices is None:
             stage = context.holding.stage_report()
             who = f"rank {rank}" if stage is None else f"stage {stage['stage']} (rank {rank})"
             meeting = PaceMeeting(board, rank, len(contexts), who=who)

@@ -37,6 +37,8 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     """A push's running statistics of norms."""
     unused: tuple[str, ...] = ()
     """A push's parameters without a gradient."""
+    resulting: bool = False
+    """A pull's: it is of the resulting weights."""
 
 
 def waiting_for(push: Push) -> Waiting:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Service, Situation, Update
+from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, RegionAction, Service, Situation, Update
 from polytempo.server.layout import Empty, Parameter, Spans, plain_empty
 from polytempo.server.message import (
     COORDINATOR,
@@ -49,13 +49,15 @@ from polytempo.server.shard.deduplication import (
 )
 from polytempo.server.shard.replies import Queues, Waiting, pulled, pushed, refused, waiting_for, waiting_of
 from polytempo.server.shard.roster import Roster
-from polytempo.server.snapshots.state import State, decode, encode, renumbered
+from polytempo.server.snapshots.state import State, decode, encode, state_of
 from polytempo.server.snapshots.transfer import Likeness, covers, lend, likeness_of, take_over
-from polytempo.server.tensors.holder import HeldElements, Holder, held_elements
+from polytempo.server.tensors.holder import Admission, HeldElements, Holder, held_elements
 from polytempo.server.tensors.moving_average import MovingAverage
-from polytempo.server.tensors.optimizer import Moments, can_be_native
+from polytempo.server.tensors.optimizer import can_be_native
+from polytempo.server.tensors.regions import Regions
 from polytempo.server.tensors.running_statistics import RunningStatistics
 from polytempo.server.tensors.tables import separate_tables
+from polytempo.server.tensors.weights import Weights
 
 
 class Shard:
@@ -93,7 +95,8 @@ class Shard:
         self._holder = Holder(parameters, service, empty, native=self.native, tables=self._tables)
         self._spans, self._empty = spans, empty
         self._all_spans, self._all_parameters = all_spans, all_parameters
-        self._weights, self._admission = self._holder.hold(spans, weights)
+        self._weights, self._admission = self._holder.outer.hold(spans, weights)
+        self._regions = Regions(service.rule.region_size, lambda: self._holder.hold(self._spans, self.weights))
         self._rule = service.rule.init()
         self._roster = Roster()
         self._answers = AnswerTable(number)
@@ -108,6 +111,10 @@ class Shard:
     def version(self) -> int:
         """The number of updates of the weights."""
         return self._weights.version
+
+    def version_of(self, worker: int) -> int:
+        """The number of updates of the weights that `worker` reads."""
+        return self._of(worker)[0].version
 
     @property
     def weights(self) -> Tensor:
@@ -153,16 +160,18 @@ class Shard:
             return [split(self.number, request) for request in requests_in(entry)]
         for request in requests_in(entry):
             self._answers.take(request)
-            if request.worker in self._weights.leases:  # it asks again, so it has read the tensors lent to it
-                self._answers.settle(request.worker, self._weights.settle(request.worker))
+            for weights in self._lenders(request.worker):
+                if request.worker in weights.leases:  # it asks again, so it has read the tensors lent to it
+                    self._answers.settle(request.worker, weights.settle(request.worker))
         replies: list[Reply] = []
         if isinstance(entry, Push) and entry.parts:
             self._push_of_host(entry, replies)
         elif isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
-            self._queues.add(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
-            self._consult(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
+            asked = entry.incarnation, entry.sequence, entry.basis
+            self._queues.add(entry.worker, Waiting("pull", *asked, resulting=entry.resulting))
+            self._consult(Arrival("pull", entry.worker, entry.clock, entry.basis, last=entry.last), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
@@ -180,9 +189,20 @@ class Shard:
             self._answers.answer(noted)
             replies.append(noted)
         self._weights.keep_sum()
+        self._regions.keep_sums()
         if self._tables is not None:
             self._tables.keep_sum()
         return replies
+
+    def _of(self, worker: int) -> tuple[Weights, Admission]:
+        """The weights that `worker` reads, and the checks of its pushes: its region's, where there are regions."""
+        if not self._regions.size or worker == COORDINATOR:
+            return self._weights, self._admission
+        return self._regions.of(worker)
+
+    def _lenders(self, worker: int) -> tuple[Weights, ...]:
+        """The weights that `worker` may hold: the shard's own, and its region's."""
+        return tuple(dict.fromkeys((self._weights, self._of(worker)[0])))
 
     def _can_add(self, push: Push) -> bool:
         return self._admission.can_add_sum(push, self.version, self.service, self._running)
@@ -201,13 +221,14 @@ class Shard:
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
         verdict: Verdict = "refused"
-        push, reason = self._admission.admit(push, self.version, self._queues.waiting)
+        weights, admission = self._of(push.worker)
+        push, reason = admission.admit(push, weights.version, self._queues.waiting)
         reason = reason or self._running.fault(push, allow_nan=self.service.allow_nan)
         if not reason:
             verdict, reason = self.decisions.earlier_use(push)
         waiting = waiting_for(push)
         if not reason and self._holder.needs_basis:
-            waiting.read = self._weights.read_by(push.worker, push.basis)
+            waiting.read = weights.read_by(push.worker, push.basis)
             if waiting.read < 0:
                 reason = f"worker {push.worker}: version {push.basis} of the weights is gone; pull before you push"
         if reason:
@@ -220,7 +241,7 @@ class Shard:
 
     def _refuse(self, push: Push, verdict: Verdict, reason: str, replies: list[Reply]) -> None:
         self.decisions.count_unseen(verdict)
-        reply = refused(self.number, push, self.version, verdict, reason)
+        reply = refused(self.number, push, self.version_of(push.worker), verdict, reason)
         self._answers.answer(reply)
         replies.append(reply)
 
@@ -231,15 +252,19 @@ class Shard:
                     self._leave(worker)
                 case "added":
                     self._answers.admit(worker, self._roster.members[worker])
+                    self._regions.join(worker)
                 case "counted":
                     self._consult(Arrival("joined", worker), replies)
                 case "uncounted":
                     self._consult(Arrival("left", worker), replies)
+        if self._regions.size:
+            self._consult(Arrival("settled", COORDINATOR), replies)
 
     def _leave(self, worker: int) -> None:
         for number in self._queues.leave(worker):
             self._weights.buffers.release(number)
-        self._weights.leave(worker)
+        for weights in self._lenders(worker):
+            weights.leave(worker)
         self._answers.forget(worker)
 
     def _statistics(self, request: Inquire) -> Statistics:
@@ -270,7 +295,7 @@ class Shard:
     # ------------------------------------------------------------------ the rule and its actions
 
     def _consult(self, arrival: Arrival, replies: list[Reply]) -> None:
-        situation = Situation(self.version, self._roster.counted)
+        situation = Situation(self.version_of(arrival.worker), self._roster.counted)
         self._rule, actions = self.service.rule.receive(self._rule, arrival, situation)
         for action in actions:
             self._perform(action, replies)
@@ -284,13 +309,16 @@ class Shard:
             self._answer(action.worker, replies)
         elif isinstance(action, Mix):
             self._mix(action)
+        elif isinstance(action, RegionAction):
+            if self._regions.perform(action, self._weights):
+                self._take_average()
         else:
-            self._decide(self._queues.oldest(action)[0], "dropped", action.reason)
+            self._decide(action.worker, self._queues.oldest(action)[0], "dropped", action.reason)
 
-    def _decide(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
+    def _decide(self, worker: int, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
         waiting.rows, waiting.running, waiting.unused = (), None, ()
-        waiting.staleness = self.version - waiting.basis
+        waiting.staleness = self.version_of(worker) - waiting.basis
         if verdict == "applied":
             self.decisions.use(waiting.tickets, waiting.staleness)
         else:
@@ -301,22 +329,25 @@ class Shard:
 
     def _add(self, action: Add) -> None:
         waiting, gradient = self._queues.oldest(action)
-        basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
-        multiples = self._weights.weigh(action, waiting.lrs)
+        weights, _ = self._of(action.worker)
+        basis = weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
+        multiples = weights.weigh(action, waiting.lrs)
         if self._tables is not None:
             gradient = self._tables.add(waiting.rows, multiples, gradient, self.weights)
         elif not gradient.is_meta:  # there are values
             for modifier in self.service.modifiers:
-                own = (self._weights.moments.second,) if modifier.remembers else ()
-                gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None, *own)
-        self._weights.add(gradient, multiples, action.part_of, waiting.unused)
+                own = (weights.moments.second,) if modifier.remembers else ()
+                gradient = modifier.apply(gradient, weights.present, basis if modifier.needs_basis else None, *own)
+        weights.add(gradient, multiples, action.part_of, waiting.unused)
         self._running.add(waiting.running)
-        self._decide(waiting, "applied")
+        self._decide(action.worker, waiting, "applied")
 
     def _update(self, action: Update) -> None:
-        rates, divisors = self._weights.update(action.divisor, action.including)
+        weights = self._weights if action.region is None else self._regions.weights_of(action.region)
+        rates, divisors = weights.update(action.divisor, action.including)
         self._running.update(len(self._roster.counted))
-        self._take_average()
+        if weights is self._weights:
+            self._take_average()
         if self._tables is not None:
             self._tables.update(divisors, rates, self._weights.steps, self.version)
 
@@ -325,7 +356,7 @@ class Shard:
             raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
         waiting, theirs = self._queues.oldest(action)
         self._running.mix(waiting.running, action.alpha)
-        self._decide(waiting, "applied")
+        self._decide(action.worker, waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
         self._take_average()
 
@@ -343,13 +374,18 @@ class Shard:
         difference = None
         if waiting.difference >= 0:
             difference = self._weights.lend(worker, waiting.sequence, waiting.difference)
-        return pushed(self.number, worker, waiting, self.version, difference)
+        return pushed(self.number, worker, waiting, self.version_of(worker), difference)
 
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
-        values = self._weights.lend_present(worker, waiting.sequence, waiting.basis)
+        lenders = self._lenders(worker)
+        weights = lenders[0 if waiting.resulting else -1]
+        for other in lenders:
+            if other is not weights:
+                other.forget(worker)
+        values = weights.lend_present(worker, waiting.sequence, waiting.basis)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
         running = self._running.present
-        return pulled(self.number, worker, waiting, self.version, values, rows=rows, running=running)
+        return pulled(self.number, worker, waiting, weights.version, values, rows=rows, running=running)
 
     def hold(self) -> HeldElements:
         """The elements of this shard as they are now, or their moving average. They stay so until they are released.
@@ -365,27 +401,16 @@ class Shard:
 
     def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
         """The whole state in memory of its own, with the gradients that wait and the tensors that are lent."""
-        weights = self._weights
-        numbers, leases, reads, waiting = renumbered(
-            weights.current, weights.leases, weights.reads, self._queues.waiting
-        )
+        own, waiting = state_of(self._weights, self._queues.waiting)
         state = State(
-            buffers=[weights.buffers.tensors[number] for number in numbers],
-            first=weights.moments.first,
-            second=weights.moments.second,
-            total=weights.total if weights.summed else None,
-            partial_sums=dict(weights.partial_sums),
-            version=self.version,
-            steps=weights.steps,
+            weights=own,
+            regions=self._regions.dump(),
             index=self.index,
             rule=self._rule,
             members=self._roster.members,
             workers=self._roster.counted,
             known=self._answers.known,
             waiting=waiting,
-            leases=leases,
-            reads=reads,
-            rates=weights.rates,
             tickets=self.decisions.applied.tuples,
             dropped_tickets=self.decisions.dropped_tickets.tuples,
             staleness=dict(self.decisions.staleness),
@@ -395,7 +420,6 @@ class Shard:
             running=self._running.present,
             running_total=self._running.total,
             running_count=self._running.count,
-            unused=weights.unused,
             average=None if self._average is None else self._average.present,
         )
         return encode(state)
@@ -403,7 +427,7 @@ class Shard:
     def load(self, data: bytes, tensors: Sequence[Tensor]) -> None:
         """Become the shard that `dump` was called on. The memory of this one is used again."""
         weights = self._weights
-        spare = weights.spare()
+        spare = [*weights.spare(), *self._regions.spare()]
 
         def own(tensor: Tensor) -> Tensor:
             memory = spare.pop(0) if spare else self._empty(weights.numel, weights.dtype)
@@ -414,11 +438,10 @@ class Shard:
             self._tables.load(state.tables)
         if self._average is not None:
             self._average.load(state.average)
-        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.partial_sums, spare)
-        weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
-        weights.leases, weights.reads, weights.unused = state.leases, state.reads, state.unused
-        for number in state.held_buffers():
+        state.weights.put_(weights, spare)
+        for number in state.held_by_waiting():
             weights.buffers.hold(number)
+        self._regions.load(state.regions)
         self.index, self._rule, self._queues = state.index, state.rule, Queues(self.service.rule.name, state.waiting)
         self._roster = Roster(state.members, state.workers)
         self._answers = AnswerTable(self.number, state.known)

@@ -47,9 +47,10 @@ from polytempo.server.tensors.optimizer import can_be_native, first_unfinite
 from polytempo.server.timing import Timing
 
 FORMAT = "polytempo-shard-snapshot"
-VERSION = 2
+VERSION = 3
 KEPT = 2
 MAX_MANIFEST_BYTES = 4096
+_OWN_HASH = "manifest_sha256"
 
 _PART = re.compile(r"snapshot-(\d{8,})-shard-(\d+)\.(safetensors|json)(\.partial)?")
 _STATE = "state"
@@ -71,6 +72,10 @@ _DTYPES = {
 
 class SnapshotError(PolytempoError):
     """A snapshot cannot be written, or its files are damaged."""
+
+
+class OtherVersion(SnapshotError):
+    """A whole snapshot is of another version of Polytempo."""
 
 
 class SnapshotPart(NamedTuple):
@@ -182,15 +187,19 @@ def files_of(folder: Place, number: int, num_shards: int) -> list[Place]:
 def newest_whole(folder: Place, num_shards: int, disk: Disk | None = None, *, before: int | None = None) -> int | None:
     """The newest snapshot with all parts present and undamaged; None without one. Reads all of it.
 
-    `before`: only smaller numbers.
+    `before`: only smaller numbers. OtherVersion where a newer one is of another version.
     """
     disk = disk or disk_of(folder)
     numbers = {number for shard in range(num_shards) for _, number in _parts(disk, folder, shard)}
     for number in sorted((n for n in numbers if before is None or n < before), reverse=True):
-        with suppress(SnapshotError):
+        try:
             for shard in range(num_shards):
                 read(folder, number, shard, disk)
             return number
+        except OtherVersion:
+            raise
+        except SnapshotError:
+            continue
     return None
 
 
@@ -291,9 +300,12 @@ def _dtype_name(tensor: Tensor) -> str:
 def _encoded(number: int, shard: int, num_bytes: int, sha256: str) -> bytes:
     """The manifest as JSON with one spelling for each content, its own sha256 last."""
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION, "number": number, "shard": shard}
-    body |= {"num_bytes": num_bytes, "sha256": sha256}
+    return _signed(body | {"num_bytes": num_bytes, "sha256": sha256})
+
+
+def _signed(body: dict[str, Any]) -> bytes:
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({**body, "manifest_sha256": own}).encode() + b"\n"
+    return json.dumps({**body, _OWN_HASH: own}).encode() + b"\n"
 
 
 def _read_manifest(disk: Disk, path: Place, number: int, shard: int) -> tuple[int, str]:
@@ -306,6 +318,13 @@ def _read_manifest(disk: Disk, path: Place, number: int, shard: int) -> tuple[in
         raise SnapshotError(f"{path} cannot be read ({error}); the snapshot was never completed") from error
     except FORGED as error:
         raise SnapshotError(f"{path} is damaged ({type(error).__name__}); restart from an earlier snapshot") from error
+    version = document.get("version")
+    is_another = type(version) is int and version != VERSION and version > 0
+    if is_another and content == _signed({name: document[name] for name in document if name != _OWN_HASH}):
+        raise OtherVersion(
+            f"{path} is of version {version!r} of snapshots, and this program reads version {VERSION}; go on with the "
+            "program that saved it, or begin another run in another folder"
+        )
     if content != _encoded(number, shard, num_bytes, sha256):
         raise SnapshotError(f"{path} is damaged or of another version; restart from an earlier snapshot")
     return num_bytes, sha256

@@ -6,7 +6,7 @@ state ──encode──▶ bytes  … [version, …, tensor 0, tensor 3, …]  
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,11 +16,18 @@ from torch import Tensor
 from polytempo.server.shard.deduplication import Known
 from polytempo.server.shard.replies import Waiting
 from polytempo.server.step_rates import StepRates, UnusedParameters
+from polytempo.server.tensors.optimizer import Moments
 from polytempo.server.tensors.tables import TableState
+from polytempo.server.tensors.weights import Weights
+
+Leases = dict[int, list[tuple[int, int]]]
+"""Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
+Reads = dict[int, tuple[int, int]]
+"""Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
 
 
-class State(msgspec.Struct, array_like=True, eq=False):
-    """Everything that the effect of the next entry depends on. Numbers of buffers are places in `buffers`."""
+class WeightsState(msgspec.Struct, array_like=True, eq=False):
+    """The state of a `Weights`. Numbers of buffers are places in `buffers`."""
 
     buffers: list[Tensor]
     """All buffers that are held; the first has the present weights."""
@@ -30,8 +37,40 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """The sum of gradients, where something is in it."""
     partial_sums: dict[int, Tensor]
     """Batch -> the sum of its parts that are there."""
+    begun: Tensor | None
+    """A region's: the weights that its movement is counted from."""
     version: int
     steps: int
+    leases: Leases
+    reads: Reads
+    rates: StepRates
+    """The rates of the gradients in the sum."""
+    unused: UnusedParameters
+
+    def put_(self, weights: Weights, spare: list[Tensor]) -> None:
+        """Make `weights` these; `spare` is free memory."""
+        moments = Moments(self.first, self.second)
+        weights.restore(self.buffers, moments, self.total, self.partial_sums, spare)
+        weights.version, weights.steps, weights.rates = self.version, self.steps, self.rates
+        weights.leases, weights.reads, weights.unused = self.leases, self.reads, self.unused
+        lent = [number for leases in self.leases.values() for _, number in leases if number >= 0]
+        for number in (*lent, *(number for _, number in self.reads.values())):
+            weights.buffers.hold(number)
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of its tensors."""
+        alone = (self.first, self.second, self.total, self.begun)
+        return len(self.buffers) + len(self.partial_sums) + sum(tensor is not None for tensor in alone)
+
+
+class State(msgspec.Struct, array_like=True, eq=False):
+    """Everything that the effect of the next entry depends on. Numbers of buffers are places in `weights.buffers`."""
+
+    weights: WeightsState
+    """The shard's own weights."""
+    regions: dict[int, WeightsState]
+    """The regions' weights, where the rule has regions."""
     index: int
     rule: Any
     members: dict[int, int]
@@ -39,12 +78,6 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """The members that the rule counts: they do not rest."""
     known: dict[int, Known]
     waiting: dict[int, list[Waiting]]
-    leases: dict[int, list[tuple[int, int]]]
-    """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
-    reads: dict[int, tuple[int, int]]
-    """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
-    rates: StepRates
-    """The rates of the gradients in the sum."""
     tickets: tuple[tuple[int, int], ...]
     """Applied, as ranges [first, last]."""
     dropped_tickets: tuple[tuple[int, int], ...]
@@ -57,41 +90,50 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Running statistics of norms, their sum over the gradients that are summed, and how many these are."""
     running_total: Tensor | None = None
     running_count: int = 0
-    unused: UnusedParameters = msgspec.field(default_factory=UnusedParameters)
     average: Tensor | None = None
     """The moving average of the weights."""
 
-    def held_buffers(self) -> list[int]:
-        """The buffers that are held beside the present weights, each as often as it is held."""
-        lent = [number for leases in self.leases.values() for _, number in leases]
-        read = [number for _, number in self.reads.values()]
-        waiting = [number for queue in self.waiting.values() for one in queue for number in (one.read, one.difference)]
-        return [number for number in (*lent, *read, *waiting) if number >= 0]
+    def held_by_waiting(self) -> list[int]:
+        """The buffers of the weights that waiting requests hold, each as often as it is held."""
+        numbers = (number for queue in self.waiting.values() for one in queue for number in (one.read, one.difference))
+        return [number for number in numbers if number >= 0]
 
 
-Leases = dict[int, list[tuple[int, int]]]
-Reads = dict[int, tuple[int, int]]
-WaitingByWorker = dict[int, list[Waiting]]
+def state_of(
+    weights: Weights, waiting: Mapping[int, Sequence[Waiting]], begun: Tensor | None = None
+) -> tuple[WeightsState, dict[int, list[Waiting]]]:
+    """The state of `weights`, and the requests that wait for them, both with places in its buffers.
 
-
-def renumbered(
-    current: int, leases: Leases, reads: Reads, waiting: WaitingByWorker
-) -> tuple[list[int], Leases, Reads, WaitingByWorker]:
-    """The buffers that are held, the present weights first, and their holders, by place in that list."""
+    Its tensors are not copied.
+    """
     numbers: dict[int, int] = {}
 
     def place(number: int) -> int:
         return -1 if number < 0 else numbers.setdefault(number, len(numbers))
 
-    place(current)
-    lent = {w: [(sequence, place(n)) for sequence, n in each] for w, each in sorted(leases.items())}
-    read = {w: (version, place(n)) for w, (version, n) in sorted(reads.items())}
+    place(weights.current)
+    leases = {w: [(sequence, place(n)) for sequence, n in each] for w, each in sorted(weights.leases.items())}
+    reads = {w: (version, place(n)) for w, (version, n) in sorted(weights.reads.items())}
     queues = {
         w: [msgspec.structs.replace(one, read=place(one.read), difference=place(one.difference)) for one in queue]
         for w, queue in sorted(waiting.items())
         if queue
     }
-    return list(numbers), lent, read, queues
+    state = WeightsState(
+        buffers=[weights.buffers.tensors[number] for number in numbers],
+        first=weights.moments.first,
+        second=weights.moments.second,
+        total=weights.total if weights.summed else None,
+        partial_sums=dict(weights.partial_sums),
+        begun=begun,
+        version=weights.version,
+        steps=weights.steps,
+        leases=leases,
+        reads=reads,
+        rates=weights.rates,
+        unused=weights.unused,
+    )
+    return state, queues
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -115,11 +157,7 @@ def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
         return places[id(value)]
 
     encoded = msgspec.msgpack.encode(state, enc_hook=place)
-    kept = (
-        len(state.buffers)
-        + sum(t is not None for t in (state.first, state.second, state.total))
-        + len(state.partial_sums)
-    )
+    kept = sum(each.num_tensors for each in (state.weights, *state.regions.values()))
     return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
 
 

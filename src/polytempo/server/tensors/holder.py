@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as changed
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from polytempo.core import Codec
 from polytempo.core.codec import DeltaCodec
-from polytempo.core.rule import Service
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.encoding import Coding, Pushes, ShownEncoding, Undecodable
 from polytempo.server.layout import Empty, Parameter, Spans, describe, flat_index, numel_of, parameter_parts
 from polytempo.server.message import Push, PushPart
@@ -101,6 +102,14 @@ class Holder:
             tables=self._tables,
             pushes=pushes,
         )
+
+    @property
+    def outer(self) -> Holder:
+        """The same for the shard's own weights: where there are regions, these have another optimizer."""
+        if not self._service.rule.region_size:
+            return self
+        service = changed(self._service, optimizer=self._service.outer or UpdateRule("sgd", 1.0))
+        return Holder(self._parameters, service, self._empty, native=self._native, tables=self._tables)
 
     def multiplied(self, vector: Tensor, spans: Spans, factor: Factor) -> Tensor:
         """`vector`, which has an entry for each element of `spans`, times `factor`; `vector` where that is 1."""

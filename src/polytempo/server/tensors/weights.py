@@ -168,6 +168,10 @@ class Weights:
         """`worker` reads no more."""
         if worker in self.leases:
             self.settle(worker)
+        self.forget(worker)
+
+    def forget(self, worker: int) -> None:
+        """`worker` has read other weights since."""
         if worker in self.reads:
             self.buffers.release(self.reads.pop(worker)[1])
 
@@ -302,6 +306,13 @@ class Weights:
             self.buffers.tensors[out].copy_(self.present).add_(difference)
         self._replace_present(out)
         return number
+
+    def blend(self, others: Tensor, share: float) -> None:
+        """θ ← (1 - share) θ + share · others."""
+        out = self._writable()
+        if not others.is_meta:  # there are values
+            torch.lerp(self.present, others, share, out=self.buffers.tensors[out])
+        self._replace_present(out)
 
     def _writable(self) -> int:
         """The present weights' own buffer if only the shard holds it, else one without a holder."""

@@ -114,6 +114,10 @@ class Client:
         self._coming: View | None = None
         """A view of another layout, which takes effect as soon as no request is under way."""
         self._pending: dict[tuple[int, int], PendingExchange] = {}
+        self.resulting = False
+        """The next pull is of the resulting weights, which are not its region's where the rule has regions."""
+        self.last = False
+        """The next pull says that the worker has no more work."""
         self._next_push = NextPush()
         self._pushed_batches: dict[PendingExchange, tuple[int, ...]] = {}
         self._done: list[int] = []
@@ -221,7 +225,9 @@ class Client:
         for shard in self._live:
             basis = -1 if self._decoder is None else self._decoder.held(shard)
             basis = basis if self._touched is None else self._touched.bases[shard]
-            self.add(shard, partial(Pull, clock=clock, basis=basis), pending)
+            build = partial(Pull, clock=clock, basis=basis, resulting=self.resulting, last=self.last)
+            self.add(shard, build, pending)
+        self.resulting = self.last = False
         pending.value = self._pulled
         return pending
 

@@ -65,6 +65,8 @@ class Callback:
     """The call that makes the callback, as on the command line; "": it has none."""
     needs: frozenset[str] = frozenset()
     """Features of a run that it needs; see the table of refusals."""
+    measures: tuple[str, ...] = ()
+    """Numbers of an evaluation that it reads; a job with other scores is refused before the run."""
 
     def on_start(self, facts: CallbackFacts) -> Control | None:
         """The run begins, or goes on after a resume."""

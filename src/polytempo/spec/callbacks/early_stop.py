@@ -32,6 +32,7 @@ class EarlyStop(Callback):
         if patience < 1 or not min_change >= 0:
             raise ValueError(f"patience={patience} must be at least 1, and min_change={min_change} at least 0")
         self.metric, self.patience, self.min_change = metric, patience, float(min_change)
+        self.measures = (metric,)
         self._sign = 1.0 if is_better_small(metric, better) else -1.0
         self.text = (
             f"early_stop(metric={metric!r}, patience={patience}, min_change={self.min_change!r}, better={better})"
@@ -76,7 +77,7 @@ def early_stop(metric: str = "loss", patience: int = 3, min_change: float = 0.0,
     "auto" takes less for names with "loss", and more for others. NaN is not better. `metric`: loss, accuracy, or one
     of the job's metrics.
 
-    Errors: ValueError for a `patience` below 1 and a negative `min_change`; JobFailed for an unknown metric, at the
-    first evaluation.
+    Errors: ValueError for a `patience` below 1, a negative `min_change`, and before the run for a metric that the job's
+    scores lack; in a loop of your own JobFailed for that, at the first evaluation.
     """
     return EarlyStop(metric, patience, min_change, better)

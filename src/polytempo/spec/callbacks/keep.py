@@ -27,6 +27,7 @@ class Keep(Callback):
         if best < 0 or last < 0 or best + last == 0:
             raise ValueError(f"best={best} and last={last} are numbers of checkpoints to keep, and one is above 0")
         self.best, self.last, self.metric = best, last, metric
+        self.measures = (metric,) if best else ()
         self._sign = 1.0 if is_better_small(metric, better) else -1.0
         self.text = f"keep(best={best}, last={last}, metric={metric!r}, better={better})"
         self.scores: dict[int, float] = {}

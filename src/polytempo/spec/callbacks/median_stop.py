@@ -13,7 +13,7 @@ class MedianStop(Callback):
     """See `median_stop`."""
 
     def __init__(self, metric: str, medians: str, better: str) -> None:
-        self.metric = metric
+        self.metric, self.measures = metric, (metric,)
         self.medians = [float(each) for each in medians.split()]
         self._sign = 1.0 if is_better_small(metric, better) else -1.0
         self.text = f"median_stop(metric={metric!r}, medians={medians!r}, better={better})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from polytempo.spec.callbacks.callback import Callback
 from polytempo.spec.callbacks.early_stop import early_stop
+from polytempo.spec.callbacks.export import Export, export
 from polytempo.spec.callbacks.keep import keep
 from polytempo.spec.callbacks.median_stop import median_stop
 from polytempo.spec.callbacks.time_budget import time_budget
@@ -19,6 +21,7 @@ from polytempo.spec.text.resolution import resolve
 
 MADE_BY: dict[str, Callable[..., object]] = {
     "early_stop": early_stop,
+    "export": export,
     "keep": keep,
     "median_stop": median_stop,
     "time_budget": time_budget,
@@ -39,11 +42,12 @@ NO_CALLBACKS = Callbacks()
 
 
 def callbacks_of(given: object) -> Callbacks:
-    """The value of an option `callbacks`: callbacks, their texts, or one text of several. ValueError for others."""
-    if isinstance(given, Callback):
-        return Callbacks([given])
-    if isinstance(given, str):
-        return Callbacks(_made(text) for text in split(given))
+    """The value of an option `callbacks`: callbacks, their texts, or one text of several. ValueError for others.
+
+    `Incompatible` for two exports to one place.
+    """
+    if isinstance(given, Callback | str):
+        given = [given]
     if given is None:
         return Callbacks()
     if not isinstance(given, Iterable):
@@ -58,6 +62,11 @@ def callbacks_of(given: object) -> Callbacks:
             raise ValueError(
                 f"{each!r} is not a callback; derive its class from pt.callbacks.Callback, and give an object of it"
             )
+    places = Counter(Path(each.to) for each in found if isinstance(each, Export))
+    for place, number in places.items():
+        if number > 1:
+            refuse: Any = import_module("polytempo.core.calls.refusals").refuse  # it loads torch
+            refuse({"exports to one place"}, number=number, to=place)
     return Callbacks(found)
 
 

@@ -7,10 +7,11 @@ lr       0.1         0.1          0.1    0.01       a score without progress low
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isclose
 from typing import Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -57,10 +58,18 @@ class Plateau(ReduceLROnPlateau):
         self.seen_step, self.seen_epoch = step, epoch
         self.step(value)
 
+    def hold(self, rates: Sequence[float]) -> None:
+        """Go on at these rates, one a parameter group."""
+        self._last_lr = list(rates)
+        self.set_rates()
+
     def set_rates(self) -> None:
         """Give the optimizer the rates of this state."""
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def plateau(

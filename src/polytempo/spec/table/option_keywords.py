@@ -22,7 +22,7 @@ class OptionKeywords(TypedDict, total=False):
     steps: int | None
     until: Mapping[str, float] | str
     eval_every: int | str | None
-    data: Path | str | None
+    data: str | Path | None
     batch_size: int | None
     global_batch_size: int | None
     accumulate: int
@@ -57,4 +57,5 @@ class OptionKeywords(TypedDict, total=False):
     checkpoint_every: int | None
     grace_s: float
     trackers: Sequence[object] | str
+    tags: Sequence[str] | str
     profile: ProfiledSteps | str | None

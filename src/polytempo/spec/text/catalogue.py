@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from polytempo import aggregation, cluster, collectives, compression, strategies
+from polytempo import aggregation, cluster, collectives, compression, strategies, synchronization
 from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.cluster_file import read_cluster
 from polytempo.core import Codec, Strategy
@@ -24,7 +24,12 @@ from polytempo.spec.text.names import BUSY, COMPARED, names
 from polytempo.spec.text.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
-_FOLDERS |= {"strategies": strategies, "partition.schedules": schedules, "server.rules.staleness": staleness}
+_FOLDERS |= {
+    "synchronization": synchronization,
+    "strategies": strategies,
+    "partition.schedules": schedules,
+    "server.rules.staleness": staleness,
+}
 _FOLDERS |= {"federated.partitions": partitions, "federated.strategies": federated_strategies}
 _FOLDERS |= {"federated.privacy": privacy, "federated.sample_privacy": sample_privacy, "federated.sampling": sampling}
 _FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data, "spec.then": then_module}

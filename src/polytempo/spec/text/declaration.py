@@ -107,8 +107,6 @@ def _default(node: ast.expr) -> object:
 
 
 def _hint(annotation: str) -> Any:
-    """The type of an annotation with plain parts only; otherwise a type that admits everything."""
-    kinds = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
-    if None in kinds:
-        return Declaration
+    """The type of an annotation; a part that is not plain admits everything."""
+    kinds = [_PLAIN.get(part.strip(), Declaration) for part in annotation.split("|")]
     return reduce(or_, kinds[1:], kinds[0])

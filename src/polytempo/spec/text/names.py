@@ -22,6 +22,8 @@ NO_CODECS = frozenset({"all_gather", "delta", "moved_through", "recv", "reduce_s
 """Names in `compression` that are not codecs."""
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
+_OUTER_OPTIMIZERS = ("nesterov", "heavy_ball", "adam", "schedule_free", "delayed_nesterov")
+_PERIOD_RULES = ("growing", "by_rate", "by_time", "by_loss", "by_variance")
 _WIRE_ROUTES = ("all_gather", "reduce_scatter")
 SCHEDULED = {
     "lasso": ("correlated", "table"),
@@ -156,6 +158,7 @@ def names(load: Load) -> Names:
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
+    rules = load("synchronization")
     powers = load("server.rules.staleness")
     scheduled, partitions = load("partition.scheduled"), load("federated.partitions")
     return Names(
@@ -175,6 +178,7 @@ def names(load: Load) -> Names:
         scheduled_data=load("data.scheduled"),
         arguments={
             **_arguments(load("collectives"), aggregation, made_codecs, stragglers),
+            "period": {name: Factory(rules[name]) for name in _PERIOD_RULES},
             "pull_codec": {**made_codecs, "delta": Factory(compression["delta"])},
             "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
             "scale": {"constant": "constant", "inverse": "inverse", "power": Factory(powers["power"])},
@@ -213,4 +217,5 @@ def _arguments(
         "merge": merges,
         "stragglers": distributions,
         "others": distributions,
+        "outer_optimizer": {name: Factory(aggregation[name]) for name in _OUTER_OPTIMIZERS},
     }

@@ -23,6 +23,27 @@ class ProfiledSteps:
         """True if `rank` records."""
         return rank < MOST_RANKS if self.ranks is None else not self.ranks or rank in self.ranks
 
+    def check(self, num_ranks: int, num_steps: int | None = None) -> None:
+        """ValueError for a run of so many ranks and steps that lacks one of the ranks, or has none of the steps."""
+        if missing := [rank for rank in self.ranks or () if rank >= num_ranks]:
+            raise ValueError(
+                f"profile={self}: there is no rank {missing[0]}, as there are {num_ranks}, counted from 0; give others"
+            )
+        if num_steps is not None and num_steps <= self.first:
+            raise ValueError(
+                f"profile={self} begins after the run's end: its {num_steps} steps are counted from 0; give earlier "
+                f"ones, such as {max(0, num_steps - 10)}:{num_steps}"
+            )
+
+    def missed(self, begin: int, end: int) -> str | None:
+        """A sentence about a run that has made the steps `begin` to `end` - 1, where these lack some to be recorded."""
+        first, last = max(self.first, begin), min(self.last, end)
+        if (first, last) == (self.first, self.last):
+            return None
+        found = f"recorded {last - first} of {self.last - self.first} steps" if first < last else "recorded nothing"
+        made = f"the steps {begin} to {end - 1}" if begin < end else "no step"
+        return f"profile={self} {found}, because the run has made {made}"
+
     def __str__(self) -> str:
         where = "" if self.ranks is None else f"@{','.join(map(str, self.ranks)) or 'all'}"
         return f"{self.first}:{self.last}{where}"

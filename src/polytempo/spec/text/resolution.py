@@ -72,11 +72,17 @@ def _called(
     def argument(name: str, given: object) -> object:
         where = f"{call.name}({name}={given!r})"
         optional = name in signature.parameters and signature.parameters[name].default is None
-        if name in names and not (given is None and optional) and not _is_plain(hints.get(name)):
+        hint = hints.get(name)
+        if (
+            name in names
+            and not (given is None and optional)
+            and not _is_plain(hint)
+            and type(given) not in _members(hint)
+        ):
             return _looked_up(where, name, given, functions, names)
         if isinstance(given, Call):
             given = resolve(given, functions, names)
-        return _typed(where, hints.get(name), given)
+        return _typed(where, hint, given)
 
     for name, given in bound.arguments.items():
         bound.arguments[name] = value(signature.parameters[name], given)
@@ -171,7 +177,7 @@ def _shown(parameter: inspect.Parameter, hint: Any) -> str:
 def _alias(annotation: object) -> str:
     """`: Route | WireRoute`: a type by the names that the source gives it, without None."""
     names = annotation.split(" | ") if isinstance(annotation, str) else []
-    if not names or not all(re.fullmatch(r"[A-Z]\w*", name) for name in names):
+    if not names or not all(re.fullmatch(r"[A-Za-z]\w*", name) for name in names):
         return ""
     return ": " + " | ".join(name for name in names if name != "None")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
@@ -22,7 +25,7 @@ _KEPT = ("report.html", RESULT)
 
 
 class MlflowRun:
-    """Rows go to MLflow as they come; at the end the report, the result and the last checkpoint are copied there."""
+    """Rows go to MLflow as they come; at the end report, result, model and last checkpoint are copied there."""
 
     def __init__(self, uri: str | None, experiment: str) -> None:
         self._uri, self._experiment = uri, experiment
@@ -31,7 +34,7 @@ class MlflowRun:
 
     def start(self, facts: TrackedRun) -> None:
         """Begin the run, or go on with the run that has the identity as a tag."""
-        self._folder = Path(facts.folder)
+        self._folder, self._is_local = Path(facts.folder), "://" not in facts.folder
         self._client = client = MlflowClient(self._uri)
         known = client.get_experiment_by_name(self._experiment)
         experiment = client.create_experiment(self._experiment) if known is None else known.experiment_id
@@ -63,14 +66,29 @@ class MlflowRun:
             self._client.log_batch(self._run, tags=[RunTag("polytempo.events", told)])
 
     def finish(self, status: RunFinished) -> None:
-        """Copy the artifacts of a run that has finished, and end it."""
-        if "://" not in str(self._folder):
-            for name in _KEPT:
-                if (self._folder / name).is_file():
-                    self._client.log_artifact(self._run, str(self._folder / name))
-            saved = None if self._checkpoint is None else self._folder / self._checkpoint
-            if status.state == "finished" and saved is not None and saved.is_dir():
-                self._client.log_artifacts(self._run, str(saved), f"checkpoint/{saved.name}")
+        """End the run, then copy its artifacts, the largest last: a copy that is cut short leaves no run RUNNING."""
         if status.why:
             self._client.set_tag(self._run, "polytempo.why", status.why)
         self._client.set_terminated(self._run, _STATES.get(status.state, "FAILED"))
+        if self._is_local:
+            for name in _KEPT:
+                if (self._folder / name).is_file():
+                    self._client.log_artifact(self._run, str(self._folder / name))
+            if status.state == "finished":
+                self._log_model()
+
+    def _log_model(self) -> None:
+        """The model as safetensors, and the last checkpoint; nothing of a run that has saved none."""
+        saved = None if self._checkpoint is None else self._folder / self._checkpoint
+        if saved is not None and saved.is_dir():
+            self._client.log_artifacts(self._run, str(saved), f"checkpoint/{saved.name}")
+        write: Any = import_module("polytempo.training.observe.whole_checkpoint").export_checkpoint  # it loads torch
+        file = self._folder / "trackers" / f"mlflow-{self._run}" / "model.safetensors"  # a kill leaves it in the run
+        try:
+            write(self._folder, file)
+        except ValueError:
+            return  # it has no whole model
+        else:
+            self._client.log_artifact(self._run, str(file), "model")
+        finally:
+            shutil.rmtree(file.parent, ignore_errors=True)

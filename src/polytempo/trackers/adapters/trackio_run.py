@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import trackio
 from polytempo.report.status.records import LoggedImage, LoggedText, RunFinished, StreamRecord
 from polytempo.trackers.tracker import TrackedRun
 from polytempo.trackers.words import sentence
+
+_WRITTEN_S = 1.0
+"""Trackio's thread writes twice a second."""
 
 
 class TrackioRun:
@@ -44,6 +48,10 @@ class TrackioRun:
             self._run.log({event.name: trackio.Markdown(event.text)}, step=event.step)
         else:
             self._run.alert(title=str(event.__struct_config__.tag), text=sentence(event))
+
+    def kept_s(self) -> float:
+        """A second ago."""
+        return time.monotonic() - _WRITTEN_S
 
     def finish(self, status: RunFinished) -> None:
         """End the run; how it ended is an alert, unless it is at its end."""

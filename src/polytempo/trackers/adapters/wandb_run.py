@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import wandb
 from polytempo.report.status.records import LoggedImage, LoggedText, ProcessEvent, RunFinished, StreamRecord
 from polytempo.trackers.tracker import AXES, TrackedRun
 from polytempo.trackers.words import sentence
+
+_WRITTEN_S = 20.0
+"""The library's process writes its file every 15 s, and when a buffer is full."""
 
 
 class WandbRun:
@@ -42,6 +46,7 @@ class WandbRun:
             id=facts.identity,
             resume="allow",
             config=facts.settings,
+            tags=[each for each in str(facts.settings.get("tags", "")).split(",") if each] or None,
             settings=wandb.Settings(console="off", silent=True),
         )
         for axis in ("step", *AXES):
@@ -63,6 +68,10 @@ class WandbRun:
             self._events.append(sentence(event))
             self._faults += isinstance(event, ProcessEvent)
             self._run.summary.update({"events": "\n".join(self._events[-100:]), "faults": self._faults})
+
+    def kept_s(self) -> float:
+        """The time of rows that are in the file, or sent."""
+        return time.monotonic() - _WRITTEN_S
 
     def finish(self, status: RunFinished) -> None:
         """End the run. A run that was preempted may go on."""

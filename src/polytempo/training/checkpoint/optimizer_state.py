@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port
 from polytempo.core.state import Saved
+from polytempo.spec.rates.schedules import has_ended
 from polytempo.spec.text.plain_values import plain, typed
+
+_LENGTHS = ("run_steps", "in_epochs")
+_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Entries of parameter groups that torch's schedules make."""
 
 
 def optimizer_saved(optimizer: Optimizer, path: str = "optimizer") -> Saved:
@@ -219,6 +225,38 @@ def schedule_saved(scheduler: LRScheduler) -> str:
     )
 
 
-def schedule_restore(scheduler: LRScheduler, text: str) -> None:
-    """Load the result of `schedule_saved` into a schedule that was made alike."""
-    scheduler.load_state_dict(typed(json.loads(text), scheduler.state_dict()))
+def schedule_restore(scheduler: LRScheduler, text: str, step: int | None = None) -> None:
+    """Load the result of `schedule_saved` into a schedule that was made alike.
+
+    Where the run has another length, epochs of other steps, or another place, a schedule of lengths is stepped from its
+    beginning to `step`, or to the step of the saved one.
+    """
+    saved, present = json.loads(text), scheduler.state_dict()
+    lengths = [saved.get(name) for name in _LENGTHS]
+    is_there = lengths == [None, None] or step is None or abs(saved["last_epoch"] - step) <= 1  # held in the last step
+    if lengths == [present.get(name) for name in _LENGTHS] and is_there:
+        scheduler.load_state_dict(typed(saved, present))
+        return
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    schedule_forward(scheduler, saved["last_epoch"] if step is None else step)
+
+
+def schedule_forward(scheduler: LRScheduler, step: int) -> None:
+    """Step a schedule to where it is after `step` steps, or to its end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
+        while scheduler.last_epoch < step and not has_ended(scheduler):
+            scheduler.step()
+
+
+def schedule_begun(optimizer: Optimizer, first: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizer the numbers `first` that its groups had before a schedule, and no others of schedules."""
+    for group, numbers in zip(optimizer.param_groups, first, strict=True):
+        for key in _OF_SCHEDULES:
+            group.pop(key, None)
+        for key, value in numbers.items():
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = typed(value, group[key])

@@ -17,8 +17,9 @@ from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import nodes
 from polytempo.synchronization.delayed import DelayedState, OverlappedState
-from polytempo.synchronization.every import PeriodState, meets_at_once
+from polytempo.synchronization.every import PeriodState, RoundState, Timed, meets_at_once
 from polytempo.synchronization.fragments import BehindState
+from polytempo.training.elastic.island_member import parts_of
 
 _SOME_RANKS = 2
 
@@ -28,11 +29,13 @@ def check_elastic(strategy: Strategy) -> None:
     refuse(strategy.features | {"elastic"}, strategy=strategy)
     layout = Bundle({"w": torch.zeros(_SOME_RANKS)})
     states = strategy.gradients.init(layout), strategy.parameters.init(layout)
+    islands = parts_of(strategy)
     found = {
         "under way": _has((DelayedState, OverlappedState, BehindState), states),
         "push-sum": _has(PushSumState, states),
-        "both transforms": _has((IslandState, RareVarianceState), states),
-        "partial period": not meets_at_once(strategy.parameters) and _has(PeriodState, states[1]),
+        "both transforms": _has(RareVarianceState, states) or (islands is None and _has(IslandState, states)),
+        "partial period": (islands is not None and isinstance(islands[1].apply, Timed))
+        or (not meets_at_once(strategy.parameters) and _has((PeriodState, RoundState), states[1])),
     }
     refuse({"elastic", *(name for name, has in found.items() if has)}, strategy=strategy)
 

@@ -4,8 +4,7 @@ a view ──▶ enter: finish or undo the step in hand ──▶ the group is f
   ▲                                                                              │
   └── report ◀── a member is lost, or all stop at a border of steps ◀── train ◀──┘
 
-Model, optimizer and data are made once, and stay. Each group of ranks has hooks, buckets and a part of the data of its
-own.
+Model, optimizer and data are made once, and stay. Each group of ranks has its own hooks, buckets and data part.
 """
 
 from __future__ import annotations
@@ -22,26 +21,22 @@ from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved
 from polytempo.data.sample_account import SampleAccount
 from polytempo.data.shard import DataShard
+from polytempo.data.spans import PlaceSpan
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
 from polytempo.report.status.row_exchanges import totals_of
 from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import data_of, schedule_of
 from polytempo.spec.rates.plateau import Plateau
+from polytempo.spec.rates.schedules import has_ended
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
-from polytempo.training.elastic.elastic_state import (
-    broadcast_buffers,
-    broadcast_json,
-    broadcast_saved,
-    hand_over_model,
-    handed_over,
-    residuals_by_path,
-)
+from polytempo.training.elastic.elastic_state import broadcast_json
 from polytempo.training.elastic.elastic_strategies import check_elastic
-from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
-from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
+from polytempo.training.elastic.group_replica import attached, given_to_newcomers, left_behind, numbers_of, shard_of
+from polytempo.training.elastic.island_member import IslandMember, island_member
+from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, met, models_differ
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.job.context import TakeStep, TrainingContext, TrainingSummary, check_length
@@ -87,6 +82,11 @@ class ElasticTraining:
         """Position after the step with a held answer."""
         self._round = LocalRound()
         """Since the last commit point, where ranks exchange parameters after their steps."""
+        self._spans: list[PlaceSpan] | None = None
+        """The places of the step in hand, where they are not this rank's alone."""
+        self._island = island_member(spec.strategy)
+        self._left: Replica | None = None
+        """The replica of the last group, with a step that the island finishes or undoes."""
         self._uncounted = False
         """True if the step in hand is not in the round yet."""
         self._meets: Met | None = None
@@ -127,12 +127,15 @@ class ElasticTraining:
         if not self._begun:
             return
         replica = handle.replica
+        holds = self._island is not None and self._island.holds
         if verdict == "finish":
             self._finish_step(replica)
-        elif self._buffers:
+        elif self._buffers and not holds:
             self._restore_buffers()
-        self._catch_up(replica)
-        self._saved = replica.state()
+        if holds:
+            self._left = replica
+        else:
+            self._keep_state(replica)
         assert self.context is not None
         world = handle.world
         self._seconds = self.context.seconds + world.now_s() - self.context.observer.off_s
@@ -143,16 +146,38 @@ class ElasticTraining:
             replica.parameters.take()
             replica.step = self.member.applied + self.member.holds
         else:
-            self.optimizer.step()
-            for bucket in replica.buckets:
-                bucket.commit()
-            replica.step += 1
+            self._step(replica)
         self._applied(None)
+
+    def _step(self, replica: Replica) -> None:
+        self.optimizer.step()
+        for bucket in replica.buckets:
+            bucket.commit()
+        replica.step += 1
+
+    def _join_island(self, world: ProcessWorld, island: IslandMember, stateful: int) -> None:
+        """Finish or undo the step in hand with the others of the island, and be in an island of the new group."""
+        holds = island.holds
+        found = world.drive(island.deal(world.port, stateful, self._round))
+        if not holds:
+            return
+        replica, self._left = self._left, None
+        assert replica is not None
+        if found is None:
+            self._restore_buffers()
+        else:
+            self._step(replica)
+            self._round, self._buffers = found, {}
+        self._keep_state(replica)
+
+    def _keep_state(self, replica: Replica) -> None:
+        self._catch_up(replica)
+        self._saved = replica.state()
 
     def _catch_up(self, replica: Replica) -> None:
         """Let the schedule be where the steps are."""
         own = None if isinstance(self._scheduler, Plateau) else self._scheduler  # scores move a plateau
-        while own is not None and own.last_epoch < replica.step:
+        while own is not None and own.last_epoch < replica.step and not has_ended(own):
             own.step()
 
     def _applied(self, committed: Committed | None) -> None:
@@ -187,7 +212,10 @@ class ElasticTraining:
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
         self._stop = self._some_leave = self._save = False
-        handle = self._handle = self._attached(world, view)
+        if self._island is not None:
+            self._join_island(world, self._island, view.stateful)
+        given = (world, view, spec, self.model, self.optimizer)
+        handle = self._handle = attached(*given, commit=self._commit_round, island=self._island)
         check_elastic(handle.replica.strategy)
         shard = self._shard(port.rank, port.size)
         self.context = TrainingContext(
@@ -234,34 +262,7 @@ class ElasticTraining:
             world.drive(self._host.agreed(world.port))
 
     def _shard(self, rank: int, size: int) -> DataShard:
-        spec = self.spec
-        keeps_all = spec.options.scaling == "global"
-        return DataShard(
-            self.data.training(),
-            rank=rank,
-            size=size,
-            batch_size=spec.batch_size,
-            seed=spec.seed,
-            global_batch_size=spec.global_batch_size if keeps_all else None,
-            slices=spec.strategy.slices,
-            micro_batches=spec.options.accumulate,
-            device=self._device,
-        )
-
-    def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
-        hooked = self.spec.strategy.between_equals()  # slices are computed here, not by hooks
-        asked, given = self.spec.options, (self.model, self.optimizer, hooked)
-        options = AttachOptions(
-            on_drift=asked.on_drift, allow_nan=asked.allow_nan, commit=self._commit_round, precision=asked.precision
-        )
-        if not view.stateful:
-            return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
-        newcomers = frozenset(range(view.stateful, world.size))
-        if newcomers:
-            world.drive(hand_over_model(world.port, self.model, self.optimizer, newcomers))
-        else:
-            world.drive(broadcast_buffers(world.port, self.model))
-        return attach_alike(*given, world=world, options=options)
+        return shard_of(self.spec, self.data, rank, size, self._device)
 
     def _start(self, world: ProcessWorld, context: TrainingContext) -> None:
         """The beginning of the run, or where a checkpoint goes on."""
@@ -269,6 +270,7 @@ class ElasticTraining:
         if options.resume:
             assert options.out is not None
             world.drive(load(world.port, context, options.out / "checkpoint"))
+            self._scheduler = context.scheduler  # another one than saved is made again
         self.account = SampleAccount(check_length(shard))
         self.account.begin_at(shard.epoch, shard.consumed, shard.left)
         self._place, self._seconds = shard.state_dict(), context.seconds
@@ -294,20 +296,17 @@ class ElasticTraining:
         if not newcomer and self._place != told["place"]:
             raise AssertionError(f"rank {port.rank} goes on at {self._place}, and rank 0 at {told['place']}")
         mine = Saved(mine.tensors, told["scalars"] | {"step": view.step + self._round.steps})
-        if view.stateful < port.size:
-            others = await broadcast_saved(port, mine)
-            mine = Saved(others.tensors, mine.scalars) if newcomer else mine
+        mine = await given_to_newcomers(port, mine, view.stateful, self._island)
         inherited, self._inherited = self._inherited, None
         replica.restore(mine, [] if newcomer else [mine] if inherited is None else [mine, inherited])
         context.shard.load_state_dict(told["place"])
         context.seconds = self._seconds = told["seconds"]
         self._place = told["place"]
         self.account.load_plain(told["account"])
+        if self._scheduler is not None and (newcomer or isinstance(self._scheduler, Plateau)):
+            schedule_restore(self._scheduler, told["schedule"])
         if isinstance(self._scheduler, Plateau):  # a member may have been lost while some had the score already
-            schedule_restore(self._scheduler, told["schedule"])
             self._scheduler.set_rates()
-        elif newcomer and self._scheduler is not None:
-            schedule_restore(self._scheduler, told["schedule"])
         self._begun = not newcomer
         if replica.parameters is not None:
             with replica.in_float32():
@@ -322,7 +321,7 @@ class ElasticTraining:
         assert parameters is not None
         found = met(self._place, await gather_json(port, self._round.to_plain()))
         if view.stateful < port.size and await models_differ(port, parameters.groups(), view.stateful):
-            await give_mean(port, parameters.groups(), view.stateful)
+            await give_mean(port, parameters.groups(), view.stateful, numbers_of(self._island, port))
         newcomer = port.rank >= view.stateful
         if found.steps:
             self._meets = found
@@ -343,7 +342,7 @@ class ElasticTraining:
         """
         assert self.context is not None
         self._on_step = on_step
-        world.begin()
+        world.begin(self.spec.options.out)
         summary = world.drive(train(world.port, self.context))
         world.drive(self._close_account(world.port))
         if self._host is not None and world.rank == 0:
@@ -371,18 +370,23 @@ class ElasticTraining:
         async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             if self._stop:
                 if self._some_leave:
-                    await self._hand_over(port, replica)
+                    self._inherited = await left_behind(port, replica, self._island, leaves=self._leaves)
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
             if replica.parameters is not None and self._wishes().broken:
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: another rank is lost")
             handle.begin_batch(share)
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            self._spans = None
             loss = gradients.compute(batch, port.world_rank)
+            await gradients.meet(port)
             handle.complete()
             handle.clip(self.spec.options.clip_norm)
             before, committed = replica.step, None
             if self._agrees_before(replica, port):
                 committed = await self._commit_step(port)
+            elif self._island is not None and _answered(replica):
+                assert self.context is not None
+                self._spans = await self._island.step(port, self._round, self.context.shard.spans)
             elif self.context is not None and not self.context.shard.spans:
                 optimizer.zero_grad(set_to_none=False)  # a stand-in for samples that the others have
             self._uncounted = committed is None
@@ -397,7 +401,7 @@ class ElasticTraining:
 
     def _agrees_before(self, replica: Replica, port: Port) -> bool:
         """True if ranks agree on this step before the optimizer makes it, or a rank that is alone does with itself."""
-        if replica.parameters is None or any(bucket.answered for bucket in replica.buckets):
+        if replica.parameters is None or (self._island is None and _answered(replica)):
             return True
         return port.size == 1 and is_idle(replica.strategy.parameters, 1)
 
@@ -435,16 +439,12 @@ class ElasticTraining:
         assert self.context is not None
         if self._uncounted:
             self._uncounted, self._buffers = False, {}
-            self._round.stepped(self.context.shard.spans, self.context.shard.state_dict())
+            shard = self.context.shard
+            self._round.stepped(shard.spans if self._spans is None else self._spans, shard.state_dict())
+            if self._island is not None:
+                self._island.holds = False
             self._goes_on()
 
-    async def _hand_over(self, port: Port, replica: Replica) -> None:
-        """Hand over the residuals of ranks that leave, at a border of steps, while all are there; another rank takes
-        them."""
-        await replica.settle()
-        if replica.parameters is not None:
-            with replica.in_float32():
-                await keep_mean(port, replica.parameters.groups(), leaves=self._leaves)
-        residuals = residuals_by_path(replica.states())
-        if residuals:
-            self._inherited = await handed_over(port, residuals, leaves=self._leaves)
+
+def _answered(replica: Replica) -> bool:
+    return any(bucket.answered for bucket in replica.buckets)

@@ -10,6 +10,7 @@ After such a meeting all ranks count the steps of the rank that has made most.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ class LocalRound:
     steps: int = 0
     spans: list[PlaceSpan] = field(default_factory=list)
     place: Place | None = None
+    counts: bool = True
+    """False where another rank of the island counts the same samples."""
 
     def stepped(self, spans: Iterable[PlaceSpan], place: Place) -> None:
         """One more step, on the samples at `spans`."""
@@ -45,11 +48,15 @@ class LocalRound:
     def counted(self, before: Place, after: Place) -> dict[int, Counted]:
         """The samples by epoch; all epochs between the two positions are there, so that ranks' answers are alike."""
         epochs = {epoch for epoch, *_ in before.get("left", [])} | set(range(before["epoch"], after["epoch"] + 1))
-        return counted_by_epoch(self.spans, epochs)
+        return counted_by_epoch(self._own, epochs)
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"steps": self.steps, "spans": [list(span) for span in joined(self.spans)], "place": self.place}
+        return {"steps": self.steps, "spans": [list(span) for span in joined(self._own)], "place": self.place}
+
+    @property
+    def _own(self) -> list[PlaceSpan]:
+        return self.spans if self.counts else []
 
 
 class Met(NamedTuple):
@@ -101,29 +108,51 @@ async def check_alike(port: Port, replica: Replica) -> None:
 
 
 @torch.no_grad()
-async def give_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int) -> None:
-    """Give all ranks but the first `ranks` the mean of the first ones. Cost: an all-reduce of it."""
+async def give_mean(
+    port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int, islands: Sequence[int] | None = None
+) -> None:
+    """Give all ranks but the first `ranks` the mean of the first ones. Cost: an all-reduce of it.
+
+    `islands`: the number of each rank's island. Islands count the same. An island with one of the first ranks keeps its
+    model.
+    """
+    islands = range(port.size) if islands is None else islands
+    weights = equal_weights(islands[:ranks])
     for group in groups:
-        mean = await _mean(port, group, 1 / ranks if port.rank < ranks else 0.0)
-        if port.rank >= ranks:
+        mean = await _mean(port, group, weights[port.rank] if port.rank < ranks else 0.0)
+        if islands[port.rank] not in islands[:ranks]:
             torch._foreach_copy_(list(group.values()), list(mean.views.values()))
 
 
 @torch.no_grad()
-async def keep_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], *, leaves: bool) -> None:
+async def keep_mean(
+    port: Port, groups: Sequence[Mapping[str, Tensor]], *, leaves: bool, islands: Sequence[int] | None = None
+) -> None:
     """Some ranks leave: the others move, all alike, so that their mean becomes the former mean. All ranks call it.
 
-    Cost: two all-reduces if models differ.
+    `islands`: see `give_mean`. Cost: two all-reduces if models differ.
     """
+    islands = range(port.size) if islands is None else islands
     staying = [not each for each in await gather_json(port, leaves)]
     if all(staying) or not any(staying) or not await models_differ(port, groups, port.size):
         return
     for group in groups:
-        of_all = await _mean(port, group, 1 / port.size)
-        of_staying = await _mean(port, group, 0.0 if leaves else 1 / sum(staying))
+        of_all = await _mean(port, group, equal_weights(islands)[port.rank])
+        stays = equal_weights([island for island, stay in zip(islands, staying, strict=True) if stay])
+        of_staying = await _mean(port, group, 0.0 if leaves else stays[sum(staying[: port.rank])])
         moves = of_all.map(lambda flat, others=of_staying: flat - others.flat)  # type: ignore[misc]
         if not leaves:
             torch._foreach_add_(list(group.values()), list(moves.views.values()))
+
+
+def equal_weights(islands: Sequence[int]) -> list[float]:
+    """The weight of each rank in a mean of all `islands`, which count the same.
+
+    >>> equal_weights([0, 0, 1])
+    [0.25, 0.25, 0.5]
+    """
+    sizes = Counter(islands)
+    return [1 / len(sizes) / sizes[island] for island in islands]
 
 
 async def _mean(port: Port, group: Mapping[str, Tensor], weight: float) -> Bundle:

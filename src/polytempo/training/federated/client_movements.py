@@ -45,12 +45,16 @@ def from_wire(wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext, nam
 
 
 def fair_weights(
-    share: float, loss: float, movement: Sequence[Tensor], fairness: float, rate: float
+    share: float, loss: float, movement: Sequence[Tensor], fairness: float, rates: Sequence[float]
 ) -> tuple[float, float]:
-    """pₖ Fₖ^q, and pₖ (Fₖ^q + η q Fₖ^(q-1) ‖Δₖ‖²), a part of the divisor (`q_fed_avg`)."""
-    norm = sum(float(each.double().square().sum()) for each in movement)
+    """pₖ Fₖ^q, and pₖ (Fₖ^q + q Fₖ^(q-1) Σᵢ ‖Δₖᵢ‖² / ηᵢ), a part of the divisor (`q_fed_avg`).
+
+    `rates`: ηᵢ, the learning rate of each tensor i of the movement; tensors at a rate of 0 have no part in the sum.
+    """
+    moved = zip(movement, rates, strict=True)
+    norm = sum(float(each.double().square().sum()) / rate for each, rate in moved if rate > 0)
     weight = share * loss**fairness
-    return weight, weight + share * (fairness * loss ** (fairness - 1) * norm * rate)
+    return weight, weight + (share * fairness * loss ** (fairness - 1) * norm if norm else 0.0)
 
 
 async def merged_(

@@ -97,7 +97,13 @@ class ClientStates:
         return CheckpointPart(tensors, scalars)
 
     def restore(self, whole: CheckpointPart, sources: Sequence[CheckpointPart], size: int) -> None:
-        """Go on from a checkpoint, as one of `size` workers. `sources`: the parts that this worker takes over."""
+        """Go on from a checkpoint, as one of `size` workers. `sources`: the parts that this worker takes over.
+
+        A checkpoint without a record of clients is of a run that kept nothing of them. Where clients keep nothing
+        either, the record begins with this run.
+        """
+        if _HOLDERS not in whole.scalars and not self._layout:
+            return
         held = json.loads(str(whole.scalars[_HOLDERS]))
         self._holders = {client: rank % size for client, rank in held}
         for name, each in self.server.items():

@@ -50,7 +50,8 @@ def cohorts_of(spec: RunSpec, data: Data) -> Cohorts | RemotePlaces:
     elif given is None:
         raise ValueError(
             f"{spec.strategy} trains clients that have data of their own; deal the data to some, as with "
-            "clients='iid(100)' or 'dirichlet(100, alpha=0.5)', or let the job's data be pt.federated.clients(…)"
+            "clients='iid(100)' or --clients 'dirichlet(100, alpha=0.5)', or let the job's data be "
+            "pt.federated.clients(…)"
         )
     elif isinstance(train, DataLoader):
         raise ValueError("clients have samples with numbers; give pt.Data a data set, not a DataLoader")
@@ -188,7 +189,7 @@ class ClientTurns(SlicedGradients):
         weight = piece.share / (1 + client.age) ** 0.5
         if local.fairness:
             weight, self._bottoms[piece.number] = fair_weights(
-                weight, turn.first_loss, movement, local.fairness, passes.first_rate
+                weight, turn.first_loss, movement, local.fairness, passes.own_rates
             )
         if privacy is not None:
             clip_(movement, privacy.clip)

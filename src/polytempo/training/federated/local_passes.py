@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.strategy import LocalTraining
 from polytempo.federated.clients import Client
 from polytempo.federated.privacy import noise_source
-from polytempo.spec.job_calls import model_of, move_model, optimizer_of, schedule_of
+from polytempo.spec.job_calls import model_of, move_model, moved_numbers, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.plain_values import typed
 from polytempo.training.federated.sample_gradients import SampleGradients
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.run_device import beside
@@ -45,6 +48,19 @@ class ClientTurn(NamedTuple):
     """The tensors that it keeps until its next round: its control variate, or its part of the model."""
 
 
+class _Buffer(NamedTuple):
+    """A buffer before a client's training."""
+
+    tensor: Tensor
+    version: int
+    values: Tensor
+
+    def differs(self, now: Tensor) -> bool:
+        if now is self.tensor and now._version == self.version:
+            return False
+        return now.dtype != self.values.dtype or not torch.equal(now, self.values)
+
+
 class LocalPasses:
     """A model of the job, for one client after the other."""
 
@@ -66,10 +82,14 @@ class LocalPasses:
         self.kept = {name: tensors[name] for name in sorted(kept)}
         self._head = [each for each in self.kept.values() if each.requires_grad]
         self._rates = optimizer_of(spec.job, self.model, spec.lr)
-        """Has the learning rates of the round, by the job's schedule."""
+        """Has the numbers of the round, by the job's schedule."""
         self._schedule = schedule_of(spec.job, self._rates, 1)
+        if isinstance(self._schedule, Plateau):
+            refuse({"plateau", "client rounds"}, strategy=spec.strategy)
+        if isinstance(self._rates, LBFGS):
+            refuse({"rounds", "closures"}, strategy=spec.strategy, optimizer=type(self._rates).__name__)
         self._past_rates = deque[list[float]](maxlen=1 if local.buffering is None else max(1, local.buffering.oldest))
-        """The learning rates of the rounds before, the last one's at the end."""
+        """The `rates` of the rounds before, the last one's at the end."""
         spec.strategy.fit(spec.strategy, self._rates)
         privacy = spec.strategy.sample_privacy
         self.noise_seed = spec.seed
@@ -77,7 +97,7 @@ class LocalPasses:
         self._private = None if privacy is None else SampleGradients(spec.job, self.model, privacy, str(spec.strategy))
 
     def follow(self, step: int) -> None:
-        """Learning rates are a round's from now on; `step` never falls."""
+        """The numbers that a schedule moves are a round's from now on; `step` never falls."""
         while self._schedule is not None and self._schedule.last_epoch < step:
             self._past_rates.append(self.rates)
             self._rates.step()  # without gradients: a schedule warns where its optimizer has made no step
@@ -85,18 +105,21 @@ class LocalPasses:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates of a client's parameter groups in the round."""
-        return [float(group["lr"]) for group in self._rates.param_groups]
+        """The numbers of a client's parameter groups in the round: learning rates, and momentum or betas."""
+        return [
+            float(each) for group in moved_numbers(self._rates) for value in group.values() for each in _parts(value)
+        ]
 
     def rates_of(self, step: int) -> list[float]:
-        """The learning rates of an earlier round, or of this one."""
+        """The `rates` of an earlier round, or of this one."""
         age = 0 if self._schedule is None else self._schedule.last_epoch - step
         return self._past_rates[-age] if age else self.rates
 
     @property
-    def first_rate(self) -> float:
-        """η of the first parameter that travels."""
-        return _rates_of(self._rates)[id(self.own[0])]
+    def own_rates(self) -> list[float]:
+        """η of each parameter that travels; 0 for a parameter outside the optimizer."""
+        found = _rates_of(self._rates)
+        return [found.get(id(each), 0.0) for each in self.own]
 
     def turn(
         self,
@@ -122,7 +145,10 @@ class LocalPasses:
         movement = self.movement(received)
         found, steps = _rates_of(optimizer), len(losses)
         moved = zip(controls.items(), movement, self.own, strict=False)
-        changes = {name: each / (steps * found[id(own)]) - server for (name, server), each, own in moved}
+        changes = {
+            name: each / (steps * rate) - server if (rate := found.get(id(own), 0.0)) else torch.zeros_like(server)
+            for (name, server), each, own in moved
+        }
         new = {name: tensor.detach().clone() for name, tensor in self.kept.items()}
         new |= {name: state[name] + each if state else each.clone() for name, each in changes.items()}
         return ClientTurn(movement, losses, used, first_loss, changes, new)
@@ -139,8 +165,17 @@ class LocalPasses:
             for name, mine in self.others.items():
                 mine.copy_(others[name])
         optimizer = optimizer_of(self._job, self.model, self._spec.lr)
-        for group, rate in zip(optimizer.param_groups, self.rates if rates is None else rates, strict=True):
-            group["lr"] = rate
+        own = self.rates
+        if rates is not None and len(rates) != len(own):
+            raise ValueError(
+                f"the server's optimizer has {len(rates)} numbers (rates, momentum, betas), and {self._job.name}'s has "
+                f"{len(own)}; let both have the same job"
+            )
+        left = iter(own if rates is None else rates)
+        for group, numbers in zip(optimizer.param_groups, moved_numbers(optimizer), strict=True):
+            for key, value in numbers.items():
+                found = [next(left) for _ in _parts(value)]
+                group[key] = typed(found if isinstance(value, list) else found[0], group[key])
         return optimizer
 
     def trained(
@@ -152,9 +187,12 @@ class LocalPasses:
         correction: Sequence[Tensor] = (),
         check: Check | None = None,
     ) -> list[Tensor]:
-        """Train the client's model in round `step`; the losses of its steps. `check` sees each before its gradients."""
+        """Train the client's model in round `step`; the losses of its steps. `check` sees each before its gradients.
+
+        Buffers that no client keeps must have their values again after the first step and at the end. Cost: a copy.
+        """
         seed_step(self._seed, client.number, step, "client's training")
-        local, losses = self._local, list[Tensor]()
+        local, losses, buffers = self._local, list[Tensor](), self._buffers()
         for epoch in range(local.head_epochs + local.epochs):
             if local.head_epochs:
                 for each in self._head:
@@ -171,7 +209,21 @@ class LocalPasses:
                     parameter.grad = more.clone() if parameter.grad is None else parameter.grad.add_(more)
                 optimizer.step()
                 losses.append(loss.detach())
+                if len(losses) == 1:
+                    self._check_buffers(buffers)
+        self._check_buffers(buffers)
         return losses
+
+    def _buffers(self) -> dict[str, _Buffer]:
+        """The buffers that no client keeps."""
+        found = ((name, each) for name, each in self.model.named_buffers() if name not in self.kept)
+        return {name: _Buffer(each, each._version, each.detach().clone()) for name, each in found}
+
+    def _check_buffers(self, begun: Mapping[str, _Buffer]) -> None:
+        """Refuse a buffer that has other values than in `begun`. Cost: a comparison for each written buffer."""
+        for name, each in self.model.named_buffers():
+            if name not in self.kept and (name not in begun or begun[name].differs(each)):
+                refuse({"rounds", "changing buffer"}, strategy=self._spec.strategy, name=name)
 
     def _descent(self, batch: Any, place: tuple[int, int, int], check: Check | None) -> Tensor:
         """Leave a batch's gradient in `.grad`, and return its loss. `place`: client, round and step."""
@@ -215,6 +267,10 @@ class LocalPasses:
 def _order(count: int, key: tuple[int, ...]) -> Tensor:
     """A permutation of a client's samples, drawn from the run's seed, the round, the client and the local epoch."""
     return torch.from_numpy(np.random.default_rng(key).permutation(count))
+
+
+def _parts(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
 
 
 def _rates_of(optimizer: Optimizer) -> dict[int, float]:

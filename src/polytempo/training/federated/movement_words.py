@@ -32,6 +32,11 @@ def words_of(movement: Sequence[Tensor], share: float, clients: int, rounds: InR
     return point.encode(flat.numpy(), clients)
 
 
+def weights_of(samples: Sequence[int], rounds: InRounds) -> list[float]:
+    """Weights of clients with so many samples: Σ weight · Δ is the round's gradient."""
+    return [float(each) for each in rounds.shares(torch.tensor(samples, dtype=torch.float64), rounds.local)]
+
+
 def movement_of(words: Words, secure: SecureSum, like: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
     """The sum of movements in a sum of their words, divided by `scale`, shaped as `like`."""
     flat = torch.from_numpy(point_of(secure).decode(words)).div_(scale)

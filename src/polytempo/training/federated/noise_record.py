@@ -4,27 +4,27 @@ out/noise.jsonl   {"secret": …, "clients": 40}      drawn once for a run; clie
                   [0, "9f3a…"]                      round 0, and a digest of its answers, written before its noise
                   [1, "04c1…"]
                   [1, "77e0…"]                      after a resume the round had other answers, and so other noise
-                  [2, [17]]                         client 17 is asked for its movement in round 2 (`dp_sgd`)
+                  [2, [17, 4]]                      clients 17 and 4 are asked for movements in round 2 (`dp_sgd`)
 
-Two sums of different answers with the same noise would tell the difference of the answers without any.
+A line is written before its noise is added, or before its orders travel, so that after a crash the record has at least
+the spent privacy. Two sums of different answers with the same noise would tell the difference of the answers without
+any.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.system import files
-from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.core.system.durable_lines import DurableLines
+from polytempo.core.system.url_path import Place
 from polytempo.federated.privacy import Releases
 
 FILE = "noise.jsonl"
-_MOST_BYTES = 1 << 30
 
 
 class NoiseRecord:
@@ -33,6 +33,7 @@ class NoiseRecord:
     def __init__(self, folder: Place | None, clients: int, *, resume: bool) -> None:
         """`clients`: all clients that may be drawn. `resume`: go on with the folder's record."""
         self._path = None if folder is None else folder / FILE
+        self._kept = None if self._path is None else DurableLines(self._path)
         self._clients, self._resume = clients, resume
         self._digests: dict[int, list[str]] = {}
         self._secret: int | None = None
@@ -59,7 +60,7 @@ class NoiseRecord:
     def attempt(self, number: int, digest: str) -> int:
         """The number of other answers that this round has had before, written down before it returns.
 
-        Call `secret` before. Cost: a synchronous write of some bytes, where there is a folder.
+        Call `secret` before. Cost: a line, see `DurableLines`.
         """
         known = self._digests.setdefault(number, [])
         if digest not in known:
@@ -67,10 +68,10 @@ class NoiseRecord:
             known.append(digest)
         return known.index(digest)
 
-    def ask(self, number: int, client: int) -> None:
-        """A client is asked for its movement in a round, written down before it returns; see `attempt`."""
-        self._write([number, [client]])
-        self._turns[client] += 1
+    def ask(self, number: int, clients: Sequence[int]) -> None:
+        """Clients are asked for their movements in a round, written down before it returns; see `attempt`."""
+        self._write([number, list(clients)])
+        self._turns.update(clients)
 
     def most_turns(self, rounds: int) -> int:
         """Movements that a client has been asked for, of the client with most, and lost rounds included."""
@@ -88,44 +89,30 @@ class NoiseRecord:
 
     def _lines(self, rounds: int) -> list[Any]:
         """The lines of the file, which is made where the run begins."""
-        told = _read(self._path) if self._path is not None and self._resume else []
+        told = self._read() if self._resume else []
         if told and told[0]["clients"] == self._clients:
             return told
         if told or (rounds and self._resume):
             problem = f"it is of {told[0]['clients']} clients" if told else "there is none"
             refuse({"real clients", "other noise"}, path=self._path, problem=problem, clients=self._clients)
         head = {"secret": f"{drawn_secret():x}", "clients": self._clients}
-        if self._path is not None:
-            files.remove(self._path)
-            self._write(head)
+        if self._kept is not None:
+            self._kept.replace([_encode(head)])
         return [head]
 
+    def _read(self) -> list[Any]:
+        try:
+            return [] if self._kept is None else [json.loads(line) for line in self._kept.read()]
+        except ValueError as error:
+            raise ValueError(f"{self._path} is not a record of noise ({error})") from error
+
     def _write(self, line: Any) -> None:
-        if self._path is None:
-            return
-        content = json.dumps(line).encode() + b"\n"
-        if isinstance(self._path, UrlPath):
-            earlier = files.read(self._path, _MOST_BYTES) if self._secret is not None else b""
-            self._path.write(earlier + content)
-            return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self._path, flags, 0o600), "wb", buffering=0) as stream:
-            files.write(stream, content, self._path)
-            os.fsync(stream.fileno())
+        if self._kept is not None:
+            self._kept.append(_encode(line))
 
 
-def _read(path: Place) -> list[Any]:
-    """The lines of a record; none where there is no record. A last line without an end is cut off: its process died."""
-    try:
-        content = files.read(path, _MOST_BYTES)
-        whole = content[: content.rfind(b"\n") + 1]
-        if isinstance(path, Path) and len(whole) < len(content):
-            os.truncate(path, len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} is not a record of noise ({error})") from error
+def _encode(line: Any) -> bytes:
+    return json.dumps(line).encode()
 
 
 def drawn_secret() -> int:

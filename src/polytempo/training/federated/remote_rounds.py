@@ -87,8 +87,8 @@ class RoundTask(NamedTuple):
     """Clients in training when the run was saved, and the rounds that they began in."""
     earlier: Callable[[int], RoundTask] | None = None
     """An earlier round, for clients in training."""
-    asked: Callable[[int], None] = lambda client: None
-    """Counts a client that is asked next, and may train."""
+    asked: Callable[[Sequence[int]], None] = lambda clients: None
+    """Counts clients that are asked next, and may train."""
     sum: SumTask | None = None
     """Clients send their movements under masks."""
 
@@ -105,7 +105,7 @@ class RemoteRounds(Protocol):
         """Clients that train while no round goes on, and the rounds that they began in."""
 
     def performed(self, task: RoundTask) -> RoundAnswers:
-        """Let a cohort train. At least one client answers, but where `task` names the round's clients."""
+        """Let a cohort train. Without an answer the round passes by, but where `task` names the round's clients."""
 
 
 @final
@@ -150,6 +150,6 @@ class RemoteData:
     """The secret of noise and draws."""
     test: Dataset[Any] | None = None
 
-    def __call__(self, path: Path | None) -> Data:
+    def __call__(self, path: str | Path | None) -> Data:
         """Places to train at, and the server's own test set."""
         return Data(RemotePlaces(self.places, self.noise), self.test)

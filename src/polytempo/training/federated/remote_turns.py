@@ -18,7 +18,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.federated.client_movements import fair_weights, merged_, to_wire
 from polytempo.training.federated.client_states import ClientStates
 from polytempo.training.federated.local_passes import LocalPasses
-from polytempo.training.federated.movement_words import movement_of
+from polytempo.training.federated.movement_words import movement_of, weights_of
 from polytempo.training.federated.remote_rounds import (
     NO_ROUND,
     ClientAnswer,
@@ -49,6 +49,7 @@ class RemoteTurns(SlicedGradients):
         self._private_samples = privacy is not None and privacy.noise > 0
         self._passes = LocalPasses(spec, self._rounds.local, self._parameters[0].device, tuple(trainable))
         self._movements: dict[int, list[Tensor]] = {}
+        self._loss = torch.zeros((), device=self._parameters[0].device)
         self._controls = {
             f"{CONTROL}{name}": torch.zeros_like(p) for name, p in trainable.items() if self._rounds.local.controls
         }
@@ -65,21 +66,24 @@ class RemoteTurns(SlicedGradients):
             for i in range(0 if buffering is None else buffering.oldest + 1)
         ]
         """Models of the server's last rounds, which clients in training may ask for again."""
-        if self._controls or self._passes.kept or self._past:
-            server = self._controls | {"taken": self._taken, "samples": self._samples}
-            server |= {"training": self._training} if self._past else {}
-            server |= {name: each for past in self._past for name, each in past.items()}
-            replica.clients = ClientStates(self._rounds.number, self._controls, server)
+        server = self._controls | {"taken": self._taken, "samples": self._samples}
+        server |= {"training": self._training} if self._past else {}
+        server |= {name: each for past in self._past for name, each in past.items()}
+        replica.clients = ClientStates(self._rounds.number, self._controls, server)
 
     async def meet(self, port: Port) -> None:
         """Merge the movements, where the strategy merges them."""
-        if self._rounds.merge is not None:
-            trainable, number = self._replica.trainable, len(self._movements)
-            await merged_(port, trainable, self._movements, number, self._rounds.merge)
+        merge = self._rounds.merge
+        if merge is not None and self._movements:
+            await merged_(port, self._replica.trainable, self._movements, len(self._movements), merge)
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
-        """The clients' mean loss over their local steps. Cost: a message with the model to each client and back."""
-        privacy, step = self._rounds.privacy, self._replica.step
+        """The clients' mean loss over their local steps. Cost: a message with the model to each client and back.
+
+        A round without answers has the loss of the round before. It leaves no gradient; of a private strategy it leaves
+        the noise, because ε counts it.
+        """
+        step = self._replica.step
         self._passes.follow(step)
         if self._past:
             now = self._past[step % len(self._past)]
@@ -87,24 +91,35 @@ class RemoteTurns(SlicedGradients):
         performed = self._performed(step)
         answers = performed.answers
         shares = self._shares(answers)
+        if answers or self._rounds.privacy is not None:
+            self._leave(performed, shares)
+        else:
+            self._movements = {}
+            for parameter in self._parameters:
+                parameter.grad = None
+        if answers:
+            zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
+            losses = zip(answers, shares, strict=True)
+            self._loss = sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
+        self._count(answers)
+        self._log(answers)
+        return self._loss
+
+    def _leave(self, performed: RoundAnswers, shares: list[float]) -> None:
+        """Leave the sum of movements in `.grad`."""
+        answers = performed.answers
         if performed.words is None:
             total, used = self._total(answers, shares), {name for each in answers for name in each.movement}
         else:
             assert self._rounds.secure is not None
             total = movement_of(performed.words, self._rounds.secure, self._parameters, performed.scale)
         for (name, parameter), each in zip(self._replica.trainable.items(), total, strict=True):
-            sent = performed.words is not None or privacy is not None or name in used
+            sent = performed.words is not None or self._rounds.privacy is not None or name in used
             parameter.grad = each if sent else None
-        self._count(answers)
-        self._log(answers)
-        zero, whole = torch.zeros((), device=self._parameters[0].device), sum(shares)
-        losses = zip(answers, shares, strict=True)
-        return sum((torch.tensor(each.loss) * (share / whole) for each, share in losses), zero)
 
     def _shares(self, answers: Sequence[ClientAnswer]) -> list[float]:
         """The weights of clients, by their samples."""
-        samples = torch.tensor([each.samples for each in answers], dtype=torch.float64)
-        return [float(each) for each in self._rounds.shares(samples, self._rounds.local)]
+        return weights_of([each.samples for each in answers], self._rounds)
 
     def _total(self, answers: list[ClientAnswer], shares: list[float]) -> list[Tensor]:
         """Σ shareₖ Δₖ, with noise where the round is private; a merge takes the movements themselves later."""
@@ -169,11 +184,11 @@ class RemoteTurns(SlicedGradients):
             sum=None if secure is None else SumTask(secure, sum(p.numel() for p in self._parameters), self._shares),
         )
 
-    def _ask(self, client: int) -> None:
-        """Count a turn of a client with private samples."""
+    def _ask(self, clients: Sequence[int]) -> None:
+        """Count a turn of each client with private samples."""
         if self._private_samples:
             self._secret()
-            self._noise.ask(self._replica.step, client)
+            self._noise.ask(self._replica.step, clients)
 
     def _secret(self) -> int:
         return self._noise.secret(self._replica.step)
@@ -187,7 +202,7 @@ class RemoteTurns(SlicedGradients):
             return told
         most = torch.finfo(self._parameters[0].dtype).max ** 0.5
         try:
-            weights = self._fair(answer, 1.0, list(answer.movement.values()))
+            weights = self._fair(answer, 1.0, self._whole(answer))
         except ArithmeticError:
             return told
         largest = max(float(each.abs().max()) for each in answer.movement.values() if each.numel())
@@ -198,7 +213,7 @@ class RemoteTurns(SlicedGradients):
         fairness = self._rounds.local.fairness
         if not fairness:
             return share / (1 + answer.age) ** 0.5, 0.0
-        return fair_weights(share, answer.first_loss, movement, fairness, self._passes.first_rate)
+        return fair_weights(share, answer.first_loss, movement, fairness, self._passes.own_rates)
 
     def _count(self, answers: list[ClientAnswer]) -> None:
         """Add the changes of control variates: c is their mean over the samples of all clients that have come."""
@@ -227,6 +242,7 @@ class RemoteTurns(SlicedGradients):
     def _log(self, answers: list[ClientAnswer]) -> None:
         tested = [(each.right, each.tested) for each in answers if each.tested]
         values = {"clients/answered": float(len(answers)), "clients/samples": float(sum(a.samples for a in answers))}
+        values["clients/took_part"] = float((self._taken != NO_ROUND).sum())
         user_log().log(values | (spread(torch.tensor(tested).T) if tested else {}))
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.core import Promise
+import polytempo
+from polytempo.core import Promise, Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.port import barrier
 from polytempo.core.state import Saved
 from polytempo.core.system.notice import Notice, preempting_signals
@@ -31,8 +33,25 @@ from polytempo.training.model.ports import Ports
 from polytempo.training.observe.loop_folder import LoggingHandle
 from polytempo.training.observe.loop_score import evaluating, scored
 from polytempo.training.step.loss_scale import LossScale
+from polytempo.training.step.parameter_exchange import noted
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld
+
+STATE_VERSION = 1
+"""The version of `Handle.state_dict`: one more where a state of before means something else, or lacks something."""
+
+
+def _check_state(state: Mapping[str, Any], strategy: Strategy, size: int) -> None:
+    """`Incompatible` where `Handle.load_state_dict` would misunderstand the state."""
+    if (version := state.get("version")) != STATE_VERSION:
+        found = "no version" if version is None else f"version {version} of Polytempo {state.get('polytempo')}"
+        here = f"version {STATE_VERSION} of Polytempo {polytempo.__version__}"
+        names = ", ".join(map(str, state)) or "nothing"
+        refuse({"own loop", "state of another version"}, found=found, here=here, names=names)
+    if state["strategy"] != str(strategy):
+        refuse({"own loop", "state of another strategy"}, saved=state["strategy"], strategy=strategy)
+    if state["ranks"] != size and state["tensors"]:
+        refuse({"own loop", "other ranks"}, saved=state["ranks"], size=size, strategy=strategy)
 
 
 class Handle(LoggingHandle):
@@ -223,13 +242,17 @@ class Handle(LoggingHandle):
 
         Without a loss scale it is the loss.
         """
-        return self.replica.scaled(loss)
+        return self.replica.scaled(noted(self.replica.parameters, loss))
 
     # ------------------------------------------------------------------ callbacks
 
     def on_step(self, heard: Callable[[int], None]) -> None:
         """Call `heard(step)` after each step and its exchanges; a loop with callbacks has them in its place."""
         self._step.on_end = heard
+
+    def on_loaded(self, heard: Callable[[], None]) -> None:
+        """Call `heard()` before a step with parameters that were replaced since the last step, or since now."""
+        self._step.loaded.call(heard)
 
     def begin_callbacks(self, callbacks: LoopCallbacks) -> None:
         """Let `callbacks` see the steps from now on."""
@@ -290,19 +313,22 @@ class Handle(LoggingHandle):
         if self.replica.masters is not None:
             scalars |= self.replica.masters.saved()
         state = {
+            "version": STATE_VERSION,
+            "polytempo": polytempo.__version__,
             "strategy": str(self.replica.strategy),
+            "ranks": self.world.size,
             "tensors": {k: t.clone() for k, t in tensors.items()},
             "scalars": scalars,
         }
         return state if self.callbacks is None else state | {"callbacks": self.callbacks.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's `state_dict`."""
-        if state["strategy"] != str(self.replica.strategy):
-            raise ValueError(
-                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the "
-                "strategy that saved it, or begin without its state"
-            )
+        """Go on from this rank's `state_dict`.
+
+        Errors: `Incompatible` for anything but a `state_dict` of this version (PT1117), of this strategy (PT1118) and
+        of as many ranks, unless there are no tensors in it (PT1119); ValueError for a state of another model.
+        """
+        _check_state(state, self.replica.strategy, self.world.size)
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         self.loop_log.resumed(self.replica.step)
         if self.callbacks is not None and "callbacks" in state:
@@ -371,7 +397,7 @@ class Handle(LoggingHandle):
         if self.one_copy is not None:
             self.one_copy.detach()
         if self.profiler is not None:
-            self.profiler.close()
+            self.profiler.close(self.step)
         self.attached = False
         self._catch_up()
 

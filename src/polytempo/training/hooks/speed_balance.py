@@ -77,7 +77,8 @@ class SpeedBalance:
         parts = shard.parts
         found = next_shares(parts, paces)
         if found != parts:
-            shard.deal(None if found == apportioned(sum(found), (1,) * len(found)) else found)
+            equal = shard.slices is None and found == apportioned(sum(found), (1,) * len(found))
+            shard.deal(None if equal else found)
 
     @property
     def row(self) -> dict[str, int]:

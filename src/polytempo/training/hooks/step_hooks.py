@@ -46,7 +46,7 @@ class StepHooks:
     ) -> None:
         self._world, self._ports, self._replica = world, ports, replica
         self._checks, self._members, self._backward, self._copy = checks, members, backward, copy
-        self._loaded = Loaded(replica)
+        self.loaded = Loaded(replica)
         self._exchanges = replica.exchanges_gradients or replica.exchanges_parameters
         self._begun = False
         self.on_end: Callable[[int], None] = lambda step: None
@@ -54,7 +54,7 @@ class StepHooks:
 
     def before(self) -> list[RemovableHandle]:
         """Hook the beginning of a step. Hooks run in the order of their registration."""
-        hooks, register = [*self._loaded.hooks], self._replica.optimizer.register_step_pre_hook
+        hooks, register = [*self.loaded.hooks], self._replica.optimizer.register_step_pre_hook
         hooks.append(register(self._begin))
         if self._replica.guard is not None and not self._exchanges:
             hooks.append(register(self._look_at_gradients))
@@ -83,7 +83,7 @@ class StepHooks:
         if self._copy is not None:
             return self._step_together(self._copy, args, closure)
         if self._replica.exchanges_parameters or self._replica.provisional is not None:
-            self._loaded.honour(self._world, self._ports.data)
+            self.loaded.honour(self._world, self._ports.data)
         if closure is None:
             self._complete()
             self._world.drive(self._replica.agree_to_step(self._ports.whole))
@@ -209,6 +209,7 @@ class Loaded:
         self._before: bytes | None = None
         """A hash of the parameters before the first load since the last step."""
         self._began = False
+        self._on_change: Callable[[], None] | None = None
         self.hooks: list[RemovableHandle] = []
         if replica.provisional is not None:
             replica.provisional.changed = self._changed
@@ -227,6 +228,7 @@ class Loaded:
     def _before_load(self, *_: Any) -> None:
         parameters, provisional = self._replica.parameters, self._replica.provisional
         anchored = parameters is not None and any(True for _ in anchors(tuple(parameters.states)))
+        anchored |= self._on_change is not None
         if self._before is None and (anchored or (provisional is not None and provisional.origin is not None)):
             self._before = self._fingerprint()
 
@@ -241,9 +243,18 @@ class Loaded:
                 "the strategy knows; leave out assign, or make the optimizer and attach after loading"
             )
 
+    def call(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` before a step in place of a new beginning, where parameters have changed: between now and
+        the first step, or by loading others later."""
+        self._on_change, self._before = on_change, self._fingerprint()
+
     def honour(self, world: ProcessWorld, data: Port) -> None:
         """Begin again before an optimizer step, if need be. All ranks must have loaded something, or none."""
         before, self._before = self._before, None
+        if self._on_change is not None:
+            if before is not None and before != self._fingerprint():
+                self._on_change()
+            return
         first, self._began = not self._began, True
         parameters = self._replica.parameters
         if parameters is None or self._replica.restored or not (first or before is not None):

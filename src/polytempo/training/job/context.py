@@ -14,9 +14,11 @@ from polytempo.core import Port, Program
 from polytempo.core.strategy import InRounds
 from polytempo.data.shard import DataShard
 from polytempo.federated.client_tests import ClientTests
+from polytempo.federated.clients import Cohorts
 from polytempo.federated.privacy import epsilon
 from polytempo.federated.sample_privacy import sample_epsilon
 from polytempo.large_batch.weight_average import WeightAverage
+from polytempo.report.status.client_rounds import round_text
 from polytempo.report.status.records import Logged, row_of
 from polytempo.report.status.row_exchanges import RankTotals, RowExchanges
 from polytempo.spec.callbacks.callback import Control
@@ -28,6 +30,7 @@ from polytempo.training.job.evaluate import Score
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth
 from polytempo.training.observe.callback_host import CallbackHost
 from polytempo.training.observe.holding import Holding
+from polytempo.training.observe.user_log import UserLog
 from polytempo.training.step.replica import Replica
 
 TakeStep = Callable[[Port, Any, int, float | None], Program[Tensor | None]]
@@ -153,6 +156,13 @@ class TrainingContext:
         """Facts after so many steps and epochs, earlier runs' included: ε and δ of clients or samples with noise, and
         the number of clients that took part where their tests are scored."""
         return self._of_rounds(steps) | self._of_samples(steps, epochs)
+
+    def note_clients(self, log: UserLog, round_number: int) -> None:
+        """Log the clients of a simulated round; real ones are logged by their server."""
+        cohorts = self.shard.dataset
+        if log.writes and isinstance(cohorts, Cohorts):
+            text = round_text(round_number, len(cohorts.clients.parts), cohorts.ages(round_number))
+            log.note_round(text, round_number + 1)
 
     def _of_rounds(self, rounds: int) -> dict[str, float]:
         meeting = self.spec.strategy.rounds

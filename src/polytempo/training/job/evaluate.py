@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -234,41 +234,53 @@ def evaluation_of(spec: RunSpec, model: nn.Module, data: Data) -> Evaluation | N
     return None if data.test is None else Evaluation(spec.job, model, data, spec.options.precision)
 
 
-def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
-    """Raises ValueError for a goal that the job does not measure."""
+def check_goals(job: Job, options: RunOptions, *, has_test: bool, more: Iterable[str] = ()) -> None:
+    """Raises ValueError for goals and callbacks that need a number that no score has. `more`: further test sets."""
     if options.until and not has_test:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
     if options.eval_every is not None and not has_test:
         raise ValueError("eval_every needs a test set, and this job has none; leave it out")
-    check_measures(job, options.until)
+    check_measures(job, options.until, more)
+    for callback in options.callbacks:
+        for metric in getattr(callback, "measures", ()):
+            if not has_test:
+                raise ValueError(f"{callback} needs a test set, and job {job.name} has none; leave it out")
+            _check_measure(job, metric, f"callback {callback}", more)
 
 
-def check_plateau(spec: RunSpec, schedule: LRScheduler | None, *, has_test: bool) -> None:
+def check_plateau(spec: RunSpec, schedule: LRScheduler | None, *, has_test: bool, more: Iterable[str] = ()) -> None:
     """Refuse a learning rate that falls by scores where ranks have none together, and metrics that no score has."""
     if not isinstance(schedule, Plateau):
         return
-    more = {"plateau"} | (set() if has_test else {"no test set"})
-    more |= set() if spec.strategy.rounds is None else {"client rounds"}
-    refuse(spec.strategy.features | more, strategy=spec.strategy)
-    known = ["loss", *(["accuracy"] if spec.job.correct is not None else []), *spec.job.metrics]
-    if schedule.metric.partition("/")[0] not in known:
-        raise ValueError(
-            f"plateau(metric={schedule.metric}): scores of job {spec.job.name} have {', '.join(known)}; give one of "
-            "these"
-        )
+    missing = {"plateau"} | (set() if has_test else {"no test set"})
+    missing |= set() if spec.strategy.rounds is None else {"client rounds"}
+    refuse(spec.strategy.features | missing, strategy=spec.strategy)
+    _check_measure(spec.job, schedule.metric, f"plateau(metric={schedule.metric})", more)
 
 
-def check_measures(job: Job, until: Mapping[str, float]) -> None:
+def check_measures(job: Job, until: Mapping[str, float], more: Iterable[str] = ()) -> None:
     """Raises ValueError for a goal of a number that the job's scores do not have."""
     for name in until:
-        if name.partition("/")[0] not in ("accuracy", "loss", *job.metrics):
-            known = ", ".join(["accuracy", "loss", *job.metrics])
-            raise ValueError(
-                f"until {name}=…: scores of job {job.name} have {known}; give one of these, or add {name} to the job's "
-                "metrics"
-            )
-    if "accuracy" in until and job.correct is None:
-        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
+        _check_measure(job, name, f"until {name}=…", more)
+
+
+def measured(job: Job, more: Iterable[str] = ()) -> list[str]:
+    """Names of a score's numbers; a metric `f1` may make several, such as `f1/0`. `more`: further test sets."""
+    own = [*(["accuracy"] if job.correct is not None else []), "loss"]
+    return [*own, *job.metrics, *(f"{test}/{name}" for test in more for name in own)]
+
+
+def _check_measure(job: Job, name: str, asks: str, more: Iterable[str]) -> None:
+    known = measured(job, more)
+    if name in known or name.partition("/")[0] in job.metrics:
+        return
+    shown = ", ".join(known)
+    if name == "accuracy":
+        lacks = f"needs a job with an accuracy, and job {job.name} has none"
+        raise ValueError(f"{asks} {lacks}; give it `correct`, or take one of {shown}")
+    raise ValueError(
+        f"{asks}: scores of job {job.name} have {shown}; give one of these, or add {name} to the job's metrics"
+    )
 
 
 def meets(score: Score | None, options: RunOptions) -> bool | None:

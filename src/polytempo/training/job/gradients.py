@@ -18,6 +18,7 @@ from polytempo.training.federated.sample_gradients import SampleGradients
 from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
+from polytempo.training.step.parameter_exchange import noted
 from polytempo.training.step.replica import Replica
 
 
@@ -78,7 +79,7 @@ class StepGradients:
             loss = self._objective(part)
             if replica.guard is not None and weight:
                 replica.guard.loss(loss, replica.step, rank)
-            replica.scaled(loss if weight == 1 else weight * loss).backward()
+            replica.scaled(noted(replica.parameters, loss if weight == 1 else weight * loss)).backward()
             return loss
 
         replica.optimizer.zero_grad()

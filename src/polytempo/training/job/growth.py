@@ -30,6 +30,7 @@ from polytempo.spec.batch_growth import BatchGrowth, Geometric, NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.loss_divisor import in_sum
 from polytempo.spec.objective import batch_weight, part_weights
+from polytempo.spec.rates.schedules import has_ended
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
 from polytempo.training.step.noise_watch import NoiseWatch
@@ -115,7 +116,8 @@ def grow(spec: RunSpec, shard: DataShard) -> None:
 def follow(scheduler: LRScheduler, epochs: float, steps_per_epoch: int) -> None:
     """Step a schedule to where it would be after so many epochs of steps with the first batch."""
     for _ in range(int(epochs * steps_per_epoch + 1e-6) - scheduler.last_epoch):
-        scheduler.step()
+        if not has_ended(scheduler):
+            scheduler.step()
 
 
 _FEWEST_LOOKS = 10

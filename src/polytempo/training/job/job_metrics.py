@@ -4,7 +4,8 @@ rank 0   its part ─▶ predictions, targets ─┐
 rank 1   its part ─▶ predictions, targets ─┴─▶ in the order of the data ─▶ metric(predictions, targets) on rank 0
 
 An object of torchmetrics brings its states in place of the predictions, where sums, extremes or joined lists make the
-states of parts the state of the whole.
+states of parts the state of the whole. Metrics of scores take a batch for logits where a value is outside of 0 to 1, so
+they depend on the batches: they see the whole set together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from polytempo.training.model.agree import gather_json
 
 _EXACT = {"dim_zero_sum": torch.sum, "dim_zero_max": torch.amax, "dim_zero_min": torch.amin, "dim_zero_cat": None}
 """Reductions of torchmetrics, by name, that make the state of the whole from the states of parts."""
+_BY_LARGEST = {"MulticlassStatScores", "MulticlassConfusionMatrix", "MulticlassExactMatch"}
+"""Bases in torchmetrics of metrics that take the largest score of a sample, which logits and probabilities share."""
 
 
 class Seen(NamedTuple):
@@ -42,19 +45,21 @@ class Metrics:
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._given = {name: _own(metric) for name, metric in _flat(metrics).items()}
-        self._adding = {name for name, metric in self._given.items() if _adds_up(metric)}
-        self._pairs: list[Any] = []
+        self._add_up = {name for name, metric in self._given.items() if _adds_up(metric)}
+        self._adding, self._pairs = self._add_up, list[Any]()
         self.begin()
 
     def begin(self) -> None:
         """Begin another evaluation: forget all batches."""
-        self._pairs = []
+        self._adding, self._pairs = self._add_up, []
         for name in self._adding:
             self._given[name].reset()
 
     def add(self, predictions: Any, targets: Any) -> None:
         """See one more batch. Memory: its predictions and targets, on the host, if a metric needs them all."""
         pair = (_on_host(predictions), _on_host(targets))
+        if isinstance(predictions, Tensor) and predictions.is_floating_point():
+            self._adding = {name for name in self._adding if not _looks_for_logits(self._given[name])}
         for name in self._adding:
             self._given[name].update(*pair)
         if len(self._adding) < len(self._given):
@@ -159,6 +164,13 @@ def _adds_up(metric: Any) -> bool:
     if not reductions or any(True for _ in getattr(metric, "children", list)()):
         return False
     return all(getattr(reduction, "__name__", "") in _EXACT for reduction in reductions.values())
+
+
+def _looks_for_logits(metric: Any) -> bool:
+    """True if torchmetrics decides for each batch whether these are logits or probabilities."""
+    bases = type(metric).__mro__
+    theirs = any(base.__module__.startswith("torchmetrics.classification.") for base in bases)
+    return theirs and not _BY_LARGEST & {base.__name__ for base in bases}
 
 
 def _reduced(reduction: str, parts: list[Any]) -> Any:

@@ -24,6 +24,7 @@ from polytempo.spec.callbacks.callback import Control
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import batch_weight
 from polytempo.spec.rates.plateau import Plateau
+from polytempo.spec.rates.schedules import has_ended
 from polytempo.training.job.context import Moment, Observer, TrainingContext, TrainingSummary
 from polytempo.training.job.evaluate import check_goals, check_plateau
 from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
@@ -58,8 +59,9 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
 
 
 async def _trained(port: Port, context: TrainingContext, log: UserLog) -> TrainingSummary:
-    check_goals(context.job, context.options, has_test=context.data.test is not None)
-    check_plateau(context.spec, context.scheduler, has_test=context.data.test is not None)
+    has_test, more = context.data.test is not None, context.data.more
+    check_goals(context.job, context.options, has_test=has_test, more=more)
+    check_plateau(context.spec, context.scheduler, has_test=has_test, more=more)
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
@@ -153,6 +155,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         loss = await written_to(log, context.take_step(data, *weighed))
         if port.rank == 0:  # for rows and the summary
             meter.add(loss)
+            context.note_clients(log, step)
         if context.average is not None:
             with context.replica.in_float32():
                 context.average.update()
@@ -210,6 +213,8 @@ def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:
     """Step the schedule. A pipeline's step may have had no update yet; torch's warning about that is ignored."""
     if context.options.batch_growth:
         follow(scheduler, _position(context)[0], context.first_steps)
+        return
+    if has_ended(scheduler):
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
@@ -306,7 +311,8 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     moment, observer = await _moment(port, context, clock), context.observer
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
-    grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
+    grown = {} if context.scheduler is None else {"lr": float(context.scheduler.get_last_lr()[0])}
+    grown |= {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
     grown |= {} if context.balance is None else context.balance.row
     now = context.exchanged()
     parts = parts_of(context.replica, now, context.resumed_at, observer.off_s, observer.off_bytes) | context.replica.row

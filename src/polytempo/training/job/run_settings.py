@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Mapping
 
 import torch
 
 import polytempo
 from polytempo.core import Strategy
+from polytempo.core.system.url_path import without_secrets
 from polytempo.device import accelerator_kind
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -20,7 +20,6 @@ MOST_SETTING = 1_000
 """Characters of a value; the end of a longer one is left out, and marked by "…"."""
 _ELSEWHERE = {"out", "resume", "trackers"}
 """Options that change no bit of a run: its folder, and the addresses of trackers, which may hold a key."""
-_LOGIN, _QUERY = re.compile(r"(://)[^/@\s]*@"), re.compile(r"(://[^?\s]*)\?\S*")
 
 
 def settings_of(spec: RunSpec) -> dict[str, str]:
@@ -29,7 +28,7 @@ def settings_of(spec: RunSpec) -> dict[str, str]:
         settings_of(RunSpec.of(job, sync_sgd(), 2, RunOptions(lr=0.1, until="accuracy=0.9")))
         # {"epochs": "20", "batch_size": "32", "lr": "0.1", "seed": "0", "until": "accuracy=0.9"}
 
-    Learning rate, batch, epochs and seed are always there. Logins and queries of URLs are left out.
+    Learning rate, batch, epochs and seed are always there. Logins of URLs, and queries of http(s), are left out.
     """
     options = spec.options
     own: dict[str, object] = {"epochs": spec.epochs, "lr": spec.lr, "seed": spec.seed}
@@ -68,5 +67,5 @@ def _text(value: object) -> str:
     if isinstance(value, Mapping):
         pairs = {key: _text(each) for key, each in value.items()}
         return ",".join(f"{key}{'=' if isinstance(key, str) else ':'}{each}" for key, each in pairs.items())
-    text = _QUERY.sub(r"\1", _LOGIN.sub(r"\1", str(value)))
+    text = without_secrets(str(value))
     return text if len(text) <= MOST_SETTING else f"{text[: MOST_SETTING - 1]}…"

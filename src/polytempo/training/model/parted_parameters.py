@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Strategy, is_idle
 from polytempo.core.bundle import by_kind
+from polytempo.core.calls.refusals import refuse
 from polytempo.large_batch.layer_wise import LayerWise
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor import SplitModel
@@ -48,10 +49,7 @@ def check_divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy) ->
         return
     alike = strategy.server is None and strategy.one_copy is None
     if not (alike and strategy.synchronized and is_idle(fitted(strategy, optimizer).parameters, 2)):
-        raise ValueError(
-            f"layers of the model are divided by pt.hybrid, so all ranks make each step together, and {strategy} lets "
-            "them differ, or exchanges parameters; use a strategy of gradients, such as sync_sgd() or top_k_sgd()"
-        )
+        refuse({"divided layers", "models differ"}, who="pt.hybrid has divided layers of the model", strategy=strategy)
     if any(optimizer.state.values()):
         raise ValueError(
             f"this {type(optimizer).__name__} has a state already, and ranks have other parts of the divided layers; "

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import State, Strategy, identity
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import ProvisionalState, Saved, nodes
 
 _PATH = "origin"
@@ -61,10 +62,7 @@ class ProvisionalStep:
                 "parameters=…"
             )
         if alone:
-            raise ValueError(
-                f"{strategy} makes a step of two gradients, and does not see gradients of divided layers, such as "
-                f"{min(alone)!r}; use sync_sgd() or top_k_sgd()"
-            )
+            refuse({"divided layers", "provisional steps"}, who=f"layer {min(alone)!r} is divided", strategy=strategy)
         self._optimizer, self._trainable = optimizer, trainable
         self._of_gradients, self._in_float32 = state, in_float32
         self.origin: dict[str, Tensor] | None = None

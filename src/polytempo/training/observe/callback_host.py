@@ -24,6 +24,10 @@ from polytempo.training.model.agree import gather_json
 
 Recorder = Callable[[dict[str, Any]], None]
 _OF_TESTS = ("loss", "accuracy")
+_PASSING = frozenset({"checkpoint", "fault", "values"})
+"""Facts of one call alone."""
+_NOTHING = Control()
+"""The answer of a callback that asks for nothing."""
 
 
 class CallbackHost:
@@ -115,10 +119,13 @@ class CallbackHost:
             print(f"note: {another}", file=sys.stderr)
 
     def _call(self, hook: str, **facts: Any) -> None:
-        lasting = {name: value for name, value in facts.items() if name not in ("checkpoint", "fault", "values")}
-        self._facts, seen = replace(self._facts, **lasting), replace(self._facts, **facts)
+        lasting = {name: value for name, value in facts.items() if name not in _PASSING}
+        seen = replace(self._facts, **facts)
+        self._facts = seen if len(lasting) == len(facts) else replace(self._facts, **lasting)
         for each in self._hooks[hook]:
             control = _called(each, hook, seen)
+            if control is _NOTHING:  # as in nearly all steps
+                continue
             if control.stop:
                 self._stopped.setdefault(self._callbacks.index(each), seen.step)
             self._wish = self._wish.joined(control)
@@ -171,7 +178,7 @@ def _called(callback: Callback, hook: str, facts: CallbackFacts) -> Control:
     except Exception as error:
         raise JobFailed(f"callback {callback}: {hook} raised {type(error).__name__}: {error}") from error
     if found is None:
-        return Control()
+        return _NOTHING
     if not isinstance(found, Control):
         raise JobFailed(f"callback {callback}: {hook} returned {found!r}; expected None or pt.callbacks.Control")
     return found

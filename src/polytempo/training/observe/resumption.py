@@ -9,15 +9,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Mesh, Port, Strategy
 from polytempo.core.calls.refusals import Incompatible
-from polytempo.core.state import Saved
+from polytempo.core.state import Saved, Scalar
 from polytempo.core.system.url_path import Place
+from polytempo.spec.job_calls import moved_numbers, schedule_of
+from polytempo.spec.rates.plateau import Plateau
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.training.checkpoint.manifest import Manifest
-from polytempo.training.checkpoint.optimizer_state import optimizer_restore, schedule_restore
+from polytempo.training.checkpoint.optimizer_state import (
+    optimizer_restore,
+    schedule_begun,
+    schedule_forward,
+    schedule_restore,
+)
 from polytempo.training.job.context import TrainingContext
 from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import agree
@@ -35,8 +43,8 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
     feedback go to exactly one rank, so that their sum stays the same. Any other change of the mesh is a ValueError.
 
     A learning rate that is given in the options replaces the saved one, in the proportions of the job's parameter
-    groups. Under a schedule that would not last, so another one than saved is a ValueError, as are another strategy and
-    another job.
+    groups. Under the same schedule that would not last, so another one than saved is a ValueError, as are another
+    strategy and another job.
     """
     folder = await _newest(port, root, context.replica.strategy)
     manifest = read_manifest(folder)
@@ -136,8 +144,7 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
     """Take over the position in the data, in time and in the schedule."""
     context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     context.seconds = float(own.scalars["seconds"] or 0.0)
-    if context.scheduler is not None:
-        schedule_restore(context.scheduler, str(own.scalars["schedule"]))
+    _take_schedule(context, own.scalars.get("schedule"))
     if context.growth is not None and "growth" in own.scalars:  # else the run has had no such rule so far
         context.growth.restore(str(own.scalars["growth"]), context.replica.step, context.shard)
     if context.balance is not None and "balance" in own.scalars:
@@ -146,6 +153,42 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
         context.host.restore(str(own.scalars["callbacks"]))
     if context.replica.masters is not None:
         context.replica.masters.restore(own.scalars)
+
+
+def _take_schedule(context: TrainingContext, text: Scalar) -> None:
+    """Go on with the run's schedule; another one has the rates that it would have if the run had begun with it."""
+    made, optimizer = context.scheduler, context.replica.optimizer
+    saved: dict[str, Any] = json.loads(text) if isinstance(text, str) else {}
+    if made is None:
+        if "begun" in saved:
+            schedule_begun(optimizer, saved["begun"])
+        return
+    if saved and saved.get("recipe") in (None, vars(made)["recipe"]):
+        place = None if context.options.batch_growth else _place_in_schedule(context, made)
+        schedule_restore(made, str(text), place)
+        return
+    rates = [float(group["lr"]) for group in optimizer.param_groups]  # a tensor is written in place below
+    begun = saved.get("begun") if context.options.lr is None else vars(made)["begun"]
+    schedule_begun(optimizer, begun or moved_numbers(optimizer))
+    context.scheduler = scheduler = schedule_of(context.job, optimizer, vars(made)["epoch_steps"])
+    if isinstance(scheduler, Plateau):
+        scheduler.seen_step, scheduler.seen_epoch = context.replica.step, context.shard.epochs
+        if "num_bad_epochs" in saved and context.options.lr is None:
+            scheduler.hold(rates)
+    elif scheduler is not None:
+        schedule_forward(scheduler, _place_in_schedule(context, scheduler))
+
+
+def _place_in_schedule(context: TrainingContext, scheduler: LRScheduler) -> int:
+    """The steps behind a schedule; where it has lengths in epochs, by these, because their steps may be others now."""
+    step, run, epochs = (context.replica.step, *(getattr(scheduler, name, None) for name in ("run_steps", "in_epochs")))
+    shard, options = context.shard, context.options
+    if options.batch_growth:
+        return int(shard.epochs * vars(scheduler)["epoch_steps"] + 1e-6)
+    if shard.num_samples is None or (epochs is None and run in (None, options.steps)):
+        return step
+    place = shard.epochs * len(shard)
+    return step if abs(place - step) <= 1 else int(place + 1e-6)
 
 
 def _strategy(part: CheckpointPart) -> Saved:

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core.system import files
-from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.core.system.url_path import Place, UrlPath, place, without_secrets
 from polytempo.device import HOST
 from polytempo.report.status.stream import ends_of
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, described, model_of, move_model, who
 from polytempo.spec.objective import output_of, pair_of
 from polytempo.spec.precision import Precision
-from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_options import RunOptions, data_path
 from polytempo.strategies import sync_sgd
 from polytempo.training.job.evaluate import Evaluation, Score, StandardizedTarget, tensors_of
 from polytempo.training.job.sample_batches import SampleBatches
@@ -48,10 +48,10 @@ class TrainedModel(NamedTuple):
     job: Job
     model: nn.Module
     saved: RunModel
-    trained_on: Path | None = None
+    trained_on: str | Path | None = None
     """The run's own --data, if it had one."""
 
-    def score(self, data: Path | None = None, precision: Precision | None = None) -> Score:
+    def score(self, data: str | Path | None = None, precision: Precision | None = None) -> Score:
         """Loss and accuracy on the test set of the job's data at `data`, in this precision. ValueError without one.
 
         Where the job's `data` has a function `unseen`, as in a job file with a table or a folder of pictures, the test
@@ -64,7 +64,7 @@ class TrainedModel(NamedTuple):
         score = Evaluation(self.job, self.model, tested, precision).score(tensors_of(self.model))
         return score._replace(target=_target(tested.test))
 
-    def outputs(self, data: Path | None = None) -> Tensor:
+    def outputs(self, data: str | Path | None = None) -> Tensor:
         """The model's outputs (samples, …) for the test set of `score`, in its order, on the host.
 
         A predicted number is in the unit of its table (`csv_regression`), in float64; `model` answers less its mean,
@@ -74,14 +74,14 @@ class TrainedModel(NamedTuple):
         """
         return self._outputs(self._tested(data))
 
-    def predict(self, file: Place, data: Path | None = None) -> Tensor:
+    def predict(self, file: Place, data: str | Path | None = None) -> Tensor:
         """Write `outputs(data)` as a table, and return them; see `write_outputs`."""
         tested = self._tested(data)
         outputs = self._outputs(tested)
         write_outputs(outputs, file, tested.test)
         return outputs
 
-    def export(self, form: str, out: Place | None = None, data: Path | None = None) -> Place:
+    def export(self, form: str, out: Place | None = None, data: str | Path | None = None) -> Place:
         """Write the model as `form`, and return its file.
 
         safetensors   tensors by name, for `safetensors.torch.load_file`; job, strategy and step as metadata
@@ -129,20 +129,31 @@ class TrainedModel(NamedTuple):
                 yield output.to(HOST)
 
     @property
-    def _unseen(self) -> Callable[[Path, Path | None], Data] | None:
+    def _unseen(self) -> Callable[[str | Path, str | Path | None], Data] | None:
         return getattr(self.job.data, "unseen", None)
 
-    def _tested(self, path: Path | None) -> Data:
+    def _tested(self, path: str | Path | None) -> Data:
         read = self._unseen
-        if path is not None and read is not None and self.trained_on is not None and not self.trained_on.exists():
-            raise ValueError(
-                f"the run was trained on {self.trained_on}, which is not there; {path} is prepared in the same way, "
-                "so begin in the folder where the run began"
-            )
-        data: Data = data_of(self.job, path) if path is None or read is None else read(path, self.trained_on)
+        data: Data = data_of(self.job, path) if path is None or read is None else read(path, self._like(path))
         if data.test is None:
             raise ValueError(f"{who(self.job)} has no test set; let its data(path) return pt.Data(train, test)")
         return data
+
+    def _like(self, path: str | Path) -> str | Path | None:
+        """The training data; they are `path` where it is their URL with the login or signature that no run records."""
+        known = self.trained_on
+        if known is None or str(known) == without_secrets(str(path)):
+            return known if known is None else path
+        if place(known).exists():
+            return known
+        remedy = (
+            "a run keeps no login or signature of a URL; if it had one, give the URL whole by --data"
+            if "://" in str(known)
+            else "begin in the folder where the run began"
+        )
+        raise ValueError(
+            f"the run was trained on {known}, which is not there, and {path} is prepared in the same way; {remedy}"
+        )
 
 
 def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False, device: str = "cpu") -> TrainedModel:
@@ -158,8 +169,8 @@ def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False,
     there = run_device(RunOptions(device=device), sync_sgd(), local=0)
     move_model(model, there)
     start, _ = ends_of(run_of(saved.folder))
-    given = None if start is None else start.settings.get("data")
-    return TrainedModel(with_loss_on(job, there), model, saved, None if given is None else Path(given))
+    given = None if start is None else data_path(start.settings.get("data"))
+    return TrainedModel(with_loss_on(job, there), model, saved, given)
 
 
 def _is_unknown(data: Data) -> bool:
@@ -232,7 +243,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _onnx(trained: TrainedModel, data: Path | None) -> bytes:
+def _onnx(trained: TrainedModel, data: str | Path | None) -> bytes:
     try:
         import onnx  # noqa: F401  # heavy: onnx export alone needs these
         import onnxscript  # noqa: F401

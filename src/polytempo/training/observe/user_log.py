@@ -26,6 +26,10 @@ from polytempo.core.driver import interpreted
 from polytempo.core.op import Compute, Op, Program
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
+from polytempo.data.shard import DataShard
+from polytempo.data.streams.repeated_reads import repeated_reads
+from polytempo.report.status.client_rounds import ROUND
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import MOST_NAME, MOST_TEXT, Logged, LoggedImage, LoggedText, StreamRecord, row_of
 from polytempo.training.model.ports import STAGE
 from polytempo.training.observe.png import png
@@ -60,6 +64,11 @@ class UserLog:
         self._unwritten = unwritten
         self._noted: set[str] = set()
 
+    @property
+    def writes(self) -> bool:
+        """False where values are checked and dropped."""
+        return self._record is not None
+
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Write numbers by name."""
         if len(values) > _MOST_VALUES:
@@ -72,13 +81,18 @@ class UserLog:
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Write a text; its end is left out beyond `MOST_TEXT` characters."""
-        _checked_name(name)
+        if _checked_name(name) == ROUND:
+            raise ValueError(f"{name} is the text that the library writes for each round of clients; take another name")
         if not isinstance(text, str):
             raise TypeError(f"{name}: a text is a str, and this is a {type(text).__name__}; write str(…)")
         text = text.encode("utf-8", "replace").decode()
         left_out = len(text) - MOST_TEXT
         shown = text if left_out <= 0 else f"{text[:MOST_TEXT]} … ({left_out:,} more characters)"
         self._write(LoggedText(name=name, step=self._at(step), text=shown, worker=self._worker))
+
+    def note_round(self, text: str, step: int | None = None) -> None:
+        """Write the text of a round of clients."""
+        self._write(LoggedText(name=ROUND, step=self._at(step), text=text, worker=self._worker))
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Write a picture as a PNG file in `images/`."""
@@ -136,6 +150,18 @@ def unwritten_at(port: Port) -> str:
         f"pt.log on stage {at[STAGE]} is not written: rank 0 writes, and it has stage 0, without the loss; give the "
         "job metrics=…, which evaluations compute"
     )
+
+
+def note_reads(shard: DataShard, metrics: MetricsWriter | None, *, resumed: bool = False) -> None:
+    """Say, on standard error and with the first row of metrics, how often the data are read, if that is often.
+
+    `metrics`: None on ranks that say nothing. `resumed`: the run's metrics have the note already.
+    """
+    note = "" if metrics is None else repeated_reads(shard).note(shard.size)
+    if metrics is not None and note:
+        print(f"note: {note}", file=sys.stderr)
+        if not resumed:
+            metrics.write_with_next(row_of(LoggedText(name="data", step=0, text=note)))
 
 
 _DROPPED = UserLog()

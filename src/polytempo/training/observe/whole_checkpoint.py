@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.aggregation.peer_models import GROUP
 from polytempo.core import Mesh
+from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.partition.tensor.division import PARTS, Division, cuts_of
 from polytempo.spec.text.plain_values import typed
@@ -202,8 +205,8 @@ def load_run_model(model: nn.Module, path: str | Path | UrlPath, *, average: boo
     return found
 
 
-def run_model(path: str | Path | UrlPath, *, average: bool = False) -> RunModel:
-    """`checkpoint_model`, with its step and the strategy that saved it."""
+def run_model(path: str | Path | UrlPath, *, average: bool | None = False) -> RunModel:
+    """`checkpoint_model`, with its step and the strategy that saved it. `average`: None takes it where there is one."""
     run, step = _at_step(path)
     root = run / "checkpoint" if (run / "checkpoint").is_dir() else run
     if has_served_model(root):
@@ -222,11 +225,23 @@ def run_model(path: str | Path | UrlPath, *, average: bool = False) -> RunModel:
             "each rank's own file: rank-0.safetensors, …"
         )
     tensors = whole_model(saved, mesh)
-    if average:
-        if not (averaged := whole_model(saved, mesh, AVERAGE)):
+    if average is not False:
+        if not (averaged := whole_model(saved, mesh, AVERAGE)) and average:
             raise ValueError(f"{folder} has no moving average of the weights: the run had no ema; read the weights")
         tensors |= averaged
     return RunModel(tensors, manifest.step, str(manifest.about.get("strategy")), folder)
+
+
+def export_checkpoint(path: str | Path | UrlPath, file: Place) -> None:
+    """Write the model of a checkpoint as safetensors, with the moving average of its weights where there is one.
+
+    Metadata: strategy and step. Errors: as in `checkpoint_model`. Memory: twice the model, and the checkpoint.
+    """
+    saved = run_model(path, average=None)
+    tensors = {name: each.clone(memory_format=torch.contiguous_format) for name, each in saved.tensors.items()}
+    about = {"format": "pt", "strategy": saved.strategy, "step": str(saved.step)}
+    files.made(file.parent)
+    files.replace(file, safetensors.torch.save(tensors, metadata=about))
 
 
 def _at_step(path: str | Path | UrlPath) -> tuple[Place, int | None]:

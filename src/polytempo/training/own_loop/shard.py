@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from polytempo.core import Port
 from polytempo.core.calls.refusals import refuse
 from polytempo.data.shard import DataShard
+from polytempo.data.streams.repeated_reads import repeated_reads
 from polytempo.spec.batch_weight import BatchWeight, weight_of
 from polytempo.training.hooks.speed_balance import SpeedBalance
 from polytempo.training.model.ports import Ports, ports_of
@@ -216,12 +217,8 @@ def shard(
         raise ValueError(f"balance={balance!r}: must be one of {', '.join(map(repr, _BALANCES))}")
     if balance == "speed" and inner.num_samples is None:
         refuse({"balance", "stream"})
-    note = ""
-    if inner.reads_all and data.size > 1 and data.rank == 0:
-        note = (
-            f"each of {data.size} ranks reads all of this stream; pt.data.counted([stream, …]) or a stream with "
-            "num_shards and shard(num_shards=, index=) is read in parts"
-        )
+    note = repeated_reads(inner).note(data.size) if data.rank == 0 else ""
+    if note:
         print(f"note: {note}", file=sys.stderr)
     return WorldShard(world, inner, data.members, weight, balance, note)
 

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from polytempo.core import Bundle, Op, Port, State, Strategy, Transform
+from polytempo.core import Bundle, Op, Port, Strategy, Transform
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.driver import interpreted
 from polytempo.core.errors import PolytempoError
@@ -32,6 +33,7 @@ from polytempo.server.layout import Span
 from polytempo.server.message import COORDINATOR, Elapsed, Members, Pushed, Reply
 from polytempo.server.message import Push as PushMessage
 from polytempo.server.shard.shard import Shard
+from polytempo.server.worker.encoded_pushes import EncodedPushes, encoded
 from polytempo.server.worker.transforms import Moving
 from polytempo.training.hooks.attach import AttachOptions, attach_alike
 from polytempo.training.hooks.handle import Handle
@@ -47,11 +49,17 @@ _SAVED = 10
 
 
 def pushes_movements(strategy: Strategy) -> bool:
-    """True for a server of workers that push a movement now and then, and encode nothing."""
+    """True for a server of workers that push a movement now and then and go on from one model.
+
+    `Incompatible` (PT2914) for encoded pulls.
+    """
     service = strategy.server
     layout = Bundle({"w": torch.zeros(2, 2)})
-    plain = service is not None and service.codec is None and service.pull_codec is None
-    return plain and isinstance(strategy.parameters.init(layout), Moving)
+    if service is None or service.rule.region_size or not isinstance(strategy.parameters.init(layout), Moving):
+        return False
+    if service.pull_codec is not None:
+        refuse({"object store", "encoded pulls"}, strategy=strategy, codec=service.pull_codec.facts.name)
+    return True
 
 
 def attach_by_log(
@@ -66,7 +74,20 @@ def attach_by_log(
     handle = attach_alike(model, optimizer, own, world=world, options=options)
     world.follows, world.parting, world.pulled = loop, loop.leave, loop.answered
     handle.on_step(loop.stepped)
+    handle.on_loaded(partial(refuse, {"object store", "loaded parameters"}, strategy=strategy))
     return handle
+
+
+class LogState(NamedTuple):
+    """The transform's state, the process that it is of, and the worker's pushes so far.
+
+    Where a later process loads it, movements are counted from the log's parameters. The residual of a codec stays only
+    if it is of the worker's last push: a later one has sent it.
+    """
+
+    life: int
+    pushes: int
+    inner: Any
 
 
 class LogLoop:
@@ -78,6 +99,7 @@ class LogLoop:
         rounds, service = world.rounds, strategy.server
         assert service is not None, "pushes_movements has seen to it"
         self._rounds, self._worker, self._model = rounds, rounds.worker, model
+        self._life = crc32(rounds.life.encode())
         rounds.facts = facts
         weights = rounds.begin_alike(({"weights": flat_of(model, optimizer)}, {}))
         assert weights is not None, "no decision of a round is in this place"
@@ -113,29 +135,45 @@ class LogLoop:
     # ------------------------------------------------------------------ the transform
 
     def through_log(self, transform: Transform) -> Transform:
-        """`transform` with its pushes and pulls in the log."""
+        """`transform` with its pushes, encoded, and pulls in the log."""
+        transform = encoded(transform, self._shard.service.codec, lambda worker: self._sequences[worker] + 1)
 
-        async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
-            return await interpreted(transform.apply(port, bundle, state), self._performed, (Push, Pull, Start, Work))
+        def init(parameters: Bundle) -> LogState:
+            return LogState(self._life, self._pushes, transform.init(parameters))
 
-        return transform._replace(apply=apply)
+        async def apply(port: Port, bundle: Bundle, state: LogState) -> tuple[Bundle | None, LogState]:
+            inner = state.inner
+            if (state.life, state.pushes) != (self._life, self._pushes):  # it was loaded: the log may have gone on
+                inner = transform.init(bundle.with_flat(self.answered().to(bundle.flat)))
+                if isinstance(inner, EncodedPushes) and state.pushes == self._pushes:
+                    inner = inner._replace(codec=state.inner.codec)
+            work = transform.apply(port, bundle, inner)
+            answer, inner = await interpreted(work, self._performed, (Push, Pull, Start, Work))
+            return answer, LogState(self._life, self._pushes, inner)
+
+        return transform._replace(init=init, apply=apply)
+
+    @property
+    def _pushes(self) -> int:
+        """This worker's pushes in the log, of all its processes."""
+        return self._sequences[self._worker]
 
     async def _performed(self, op: Op[Any]) -> Any:
         match op:
             case Push():
                 return self._push(op)
             case Start(Push() as push):
-                self._push(push)
-                return Work(None)
+                return Work(self._push(push))
             case Start(Pull() as pull):
                 return Work(pull)
-            case Work(None):
+            case Work(bool()):
                 return None
             case Pull():
                 return self.answered()
         return await op
 
-    def _push(self, push: Push) -> None:
+    def _push(self, push: Push) -> bool:
+        """Append a movement; False where the others have gone on without this worker."""
         self._met = True
         movement = push.gradient.detach().to("cpu", copy=True)
 
@@ -149,10 +187,12 @@ class LogLoop:
             return {"kind": "push", "worker": self._worker, "mine": mine, **facts}
 
         name = self._next_movement(self._worker)
-        if not self._current(lambda: self._log.append(entry, movement, name)):
+        counts = self._current(lambda: self._log.append(entry, movement, name))
+        if not counts:
             self._left_out = True
             self._come()
         self._window_end(self._rounds.store.clock.now())
+        return counts
 
     def answered(self) -> Tensor:
         """The parameters that this worker goes on from, once its push is in them."""

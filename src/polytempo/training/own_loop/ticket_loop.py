@@ -257,7 +257,7 @@ class TicketLoop:
             over = deal is not None
         if fetch and over:
             await self._worker.begin()
-            await self.replica.refresh(self._worker.clock)
+            await self.replica.refresh(self._worker.clock, last=True)
         if over:
             await self._work.ask(self._port)  # which says goodbye
 

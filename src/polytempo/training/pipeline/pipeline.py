@@ -147,7 +147,7 @@ class Pipeline(LoggingHandle):
         if self._callbacks is not None:
             self._callbacks.finish()
         if self.profiler is not None:
-            self.profiler.close()
+            self.profiler.close(self._steps)
         self.loop_log.close()
 
     # ------------------------------------------------------------------ callbacks

@@ -18,7 +18,9 @@ from polytempo.training.precision.reduced_forward import dtype_of, kept_wide
 
 
 def kept_float32(model: nn.Module, precision: Precision) -> frozenset[int]:
-    """Identities of parameters that stay float32: of norms; of few bits also vectors, such as biases."""
+    """Identities of parameters that stay float32: of norms; of few bits also vectors, such as biases; or all."""
+    if precision.is_autocast:
+        return frozenset(map(id, model.parameters()))
     vectors = {id(p) for p in model.parameters() if p.dim() < 2} if precision.is_quantised else set()
     return kept_wide(model) | vectors
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polytempo.core.calls.refusals import refuse
+from polytempo.spec.rates.schedules import has_ended
 
 Make = Callable[[Optimizer, int], LRScheduler]
 
@@ -67,7 +68,8 @@ class RateSchedule:
         if step >= known:
             self._write(known - 1)  # many schedules go on from the rate that they find
         for _ in range(known, step + 1):
-            self._scheduler.step()
+            if not has_ended(self._scheduler):
+                self._scheduler.step()
             self._remember()
         self._write(step)
 

@@ -113,11 +113,11 @@ def has_served_model(folder: Place) -> bool:
     return (folder / SERVED_MODEL).is_file()
 
 
-def read_served_model(folder: Place, step: int | None = None, *, average: bool = False) -> ServedModel:
+def read_served_model(folder: Place, step: int | None = None, *, average: bool | None = False) -> ServedModel:
     """The model of the newest snapshot in `folder` that is whole, or of the one after `step`.
 
-    `average`: with the moving average of its weights. Errors: ValueError where there is none; `SnapshotError` for a
-    damaged file.
+    `average`: with the moving average of its weights; None: where there is one. Errors: ValueError where an average is
+    asked for and missing; `SnapshotError` for a damaged file.
     """
     places, rest = _read_places(folder)
     found, steps, before = None, list[int](), None
@@ -133,7 +133,7 @@ def read_served_model(folder: Place, step: int | None = None, *, average: bool =
         there = f"it has steps {', '.join(map(str, reversed(steps)))}" if steps else "the run has saved none yet"
         asked = "no whole snapshot" if step is None else f"no snapshot of step {step}"
         raise ValueError(f"{folder} holds {asked}; {there}")
-    if average:
+    if average or (average is None and found[0].average is not None):
         found = [_averaged(folder, state) for state in found]
     return ServedModel(rest | _tensors(places, rest, found), steps[-1], places.strategy)
 
@@ -142,7 +142,9 @@ def _averaged(folder: Place, state: State) -> State:
     """The state with its average as its weights."""
     if state.average is None:
         raise ValueError(f"{folder} has no moving average of the weights: the run had no ema; read the weights")
-    return msgspec.structs.replace(state, buffers=[state.average.to(state.buffers[0].dtype)])
+    own = state.weights
+    averaged = msgspec.structs.replace(own, buffers=[state.average.to(own.buffers[0].dtype)])
+    return msgspec.structs.replace(state, weights=averaged)
 
 
 def _read_places(folder: Place) -> tuple[_TensorPlaces, dict[str, Tensor]]:
@@ -170,9 +172,9 @@ def _state(folder: Place, number: int, shard: int) -> State:
 def _tensors(places: _TensorPlaces, rest: Mapping[str, Tensor], states: Sequence[State]) -> dict[str, Tensor]:
     """The trained parameters and the norms' statistics by name."""
     parameters = places.parameters
-    flat = torch.empty(sum(each.numel for each in parameters), dtype=states[0].buffers[0].dtype)
+    flat = torch.empty(sum(each.numel for each in parameters), dtype=states[0].weights.buffers[0].dtype)
     for spans, state in zip(places.spans, states, strict=True):
-        values = state.buffers[0]
+        values = state.weights.buffers[0]
         if split(parameters, spans).pieces:
             values = copied(parameters, spans, values, [table.values for table in state.tables])
         if values.numel() != numel_of(spans):

@@ -9,6 +9,7 @@ It performs nothing itself: its methods are coroutines for `server.worker.server
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -123,10 +124,19 @@ class ServedReplica:
         self._gradients = self._strategy.gradients.init(layout)
         self._states = self._strategy.parameters.init(layout)
 
-    async def fetch(self, clock: int) -> None:
-        """Take over the server's weights, after `clock` steps."""
+    async def fetch(self, clock: int, *, last: bool = False) -> None:
+        """Take over the server's weights, after `clock` steps. `last`: the run's resulting ones, for work is over."""
         self._layout = self._client.layout
+        self._client.resulting = self._client.last = last
         self._place(Bundle(self.values).with_flat(await self._port.pull(clock)))
+        service = self._strategy.server
+        has_regions = service is not None and service.rule.region_size > 0
+        if last and has_regions and not any(self._client.versions) and not self._client.worker:
+            print(
+                f"note: the resulting parameters of {self._strategy} are the first ones, because no region has made "
+                "enough pushes to give its movement; train for longer, or give a smaller every",
+                file=sys.stderr,
+            )
 
     async def renew(self, clock: int) -> None:
         """Fetch the weights, but keep the worker's own parameters."""
@@ -138,16 +148,17 @@ class ServedReplica:
         self._place(Bundle(own))
         self._running.place(running)
 
-    async def refresh(self, clock: int) -> None:
-        """Take over the server's weights between two steps; pulls that are under way count no more."""
+    async def refresh(self, clock: int, *, last: bool = False) -> None:
+        """Take over the server's weights between two steps; pulls that are under way count no more. `last`: as of
+        `fetch`."""
         await self.settle()
-        await self.fetch(clock)
+        await self.fetch(clock, last=last)
         self._states = fetched(self._states)
 
     async def servers(self, clock: int) -> ServersModel:
         """The server's weights, in memory of their own; the worker's own stay as they are, and so does their age."""
         await self.settle()
-        versions = list(self._client.versions)
+        versions, self._client.resulting = list(self._client.versions), True
         flat = await self._port.pull(clock)
         self._client.versions[:] = versions
         views = Bundle(self.values).with_flat(flat.clone()).views

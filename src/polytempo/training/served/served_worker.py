@@ -93,9 +93,9 @@ class ServedWorker:
         elif self.replica.is_outdated:
             await self.waited(self.replica.renew(self.clock))
 
-    async def fetch(self) -> None:
-        """Take over the server's weights."""
-        await self.replica.fetch(self.clock)
+    async def fetch(self, *, last: bool = False) -> None:
+        """Take over the server's weights. `last`: the run's resulting ones, for the worker's work is over."""
+        await self.replica.fetch(self.clock, last=last)
 
     # ------------------------------------------------------------------ a step
 

@@ -43,6 +43,8 @@ _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
 _SPARE_BUFFERS = 12
 """So many vectors as large as the parameters fit into an arena, beside one for each worker."""
+_BUFFERS_OF_A_REGION = 4
+"""A region has weights and momentum, and both once more while a state is loaded."""
 _SPARE_BYTES = 64 << 20
 _SLOWLY_BYTES_PER_S = 100e6
 """A copy is not thought dead for touching its parameters at this rate."""
@@ -99,7 +101,9 @@ class ServerPlan:
     def arena_bytes(self) -> int:
         """The address space that one process needs for tensors that others read in place."""
         dense_bytes = sum(each.numel for each in without_tables(self.parameters)) * self.weights.itemsize
-        return (len(self.topology.workers) + _SPARE_BUFFERS + SNAPSHOTS) * dense_bytes + _SPARE_BYTES
+        workers, size = len(self.topology.workers), self.service.rule.region_size
+        of_regions = _BUFFERS_OF_A_REGION * -(-workers // size) if size else 0
+        return (workers + _SPARE_BUFFERS + SNAPSHOTS + of_regions) * dense_bytes + _SPARE_BYTES
 
     # ------------------------------------------------------------------ the shards' contents
 

@@ -111,7 +111,7 @@ async def _worked(
             case "finish":
                 await worker.push_all()
                 client.rest()
-                await worker.served.fetch()
+                await worker.served.fetch(last=True)
                 worker.look_at_final()
                 await worker.collect()
                 await work_client.ask(port, worker.taken_rows())  # which says goodbye
@@ -376,6 +376,8 @@ class _TicketWorker:
         told.clear()
         measured = self._context.noise
         noise = measured.row if measured is not None and measured.sends else {}
+        if self._context.schedule is not None:
+            facts["lr"] = float(self._context.optimizer.param_groups[0]["lr"])
         waits = {"idle_share": self.served.idle_s / max(lived_s, 1e-9), "staleness": staleness}
         self._rows.append(json.dumps(facts | waits | noise | {"worker": self._client.worker}).encode())
         totals = RankTotals(self._context.exchanged(self._client.worker), self.served.idle_s)

@@ -66,7 +66,7 @@ def compress(
     share_epochs: float = 1,
     lr: float | None = None,
     seed: int = 0,
-    data: Path | None = None,
+    data: str | Path | None = None,
     out: str | Path | None = None,
 ) -> CompressedNetwork:
     """Compress the model that a run of `job` has saved, into a file that `pt.training.compressed_model` reads.

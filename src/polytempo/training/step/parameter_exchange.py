@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Program, Promise, State, Strategy
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
-from polytempo.core.bundle import by_kind
-from polytempo.core.state import Saved, anchors, duplicate, equal, renewed, restored, saved, settled
-from polytempo.synchronization.every import apply_at_once
+from polytempo.core.bundle import Observed, by_kind
+from polytempo.core.state import Saved, anchors, duplicate, equal, nodes, renewed, restored, saved, settled
+from polytempo.synchronization.every import RoundState, apply_at_once
 from polytempo.training.checkpoint.optimizer_state import moments
 from polytempo.training.step.buffers import AppliedTransform
 
@@ -54,6 +54,8 @@ class ParameterExchange:
         if len(layouts) > 1 and Promise.SEPARABLE not in strategy.parameters.promises:
             raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(layouts)} dtypes")
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
+        self.loss: Tensor | None = None
+        """This rank's loss of the step, where a rule may look at it."""
         self._frozen: frozenset[str] = frozenset()
         """Parameters that were frozen at the last meeting."""
         self._held: list[_Answer] = []
@@ -70,10 +72,17 @@ class ParameterExchange:
             tensors |= moments(self._trainable, self._optimizer)  # each joins the group of its dtype
         return list(by_kind(tensors).values())
 
+    def note(self, loss: Tensor) -> None:
+        """Add a part of this step's loss, for a rule that may look at it."""
+        if next(nodes(tuple(self.states), RoundState), None) is not None:
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+
     async def exchange(self, data: Port, weight: float | None) -> AppliedTransform | None:
         """Run the transform over the present parameters; returns the transform and its state if ranks met."""
         with self._in_float32():
-            return await self._exchange(data, weight, None)
+            met = await self._exchange(data, weight, None)
+        self.loss = None
+        return met
 
     async def meet_at_once(self, data: Port, step: int) -> None:
         """Exchange after `step` as if the strategy met in it."""
@@ -86,6 +95,7 @@ class ParameterExchange:
         groups = self.groups()
         for i, group in enumerate(groups):
             bundle, state = Bundle(group, weight), self.states[min(i, len(self.states) - 1)]
+            bundle.observed = Observed(self._optimizer.param_groups[0].get("lr", 0.0), self.loss)
             applied = AppliedTransform(transform, state)
             if self._commit is not None:
                 state = duplicate(state)  # a rank that is lost undoes the exchange
@@ -183,6 +193,13 @@ class ParameterExchange:
             state = self._strategy.parameters.init(layout)
             held = source.holds(_path(i))
             self.states[i] = restored(state, source, _path(i), layout, residual_sources) if held else state
+
+
+def noted(exchange: ParameterExchange | None, loss: Tensor) -> Tensor:
+    """`loss`, or its part of this rank's mean loss, after a rule for periods has seen it."""
+    if exchange is not None:
+        exchange.note(loss)
+    return loss
 
 
 def _uses(groups: Sequence[Mapping[str, Tensor]]) -> Uses:

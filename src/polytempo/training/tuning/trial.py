@@ -20,6 +20,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import schedule_of
 from polytempo.spec.objective import loss_of, part_weights
 from polytempo.spec.rates.plateau import Plateau
+from polytempo.spec.rates.schedules import has_ended
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
@@ -72,7 +73,7 @@ class Trial:
         self._shard = DataShard(
             data.training(), rank=0, size=1, seed=seed, global_batch_size=batch, slices=min(parts, batch)
         )
-        self._scheduler = schedule_of(job, self.optimizer, len(self._shard)) if follows else None
+        self._scheduler = schedule_of(self.job, self.optimizer, len(self._shard)) if follows else None
         self._batches: Iterator[Any] = iter(self._shard)
         self._evaluation = None if data.test is None else Evaluation(self.job, self.model, data)
         self._resting: list[Tensor] | None = None
@@ -135,8 +136,9 @@ class Trial:
         loss = self._whole(pieces[0]) if len(pieces) == 1 else self._in_parts(pieces)
         self.optimizer.step()
         synchronize(self._device)
-        if self._scheduler is not None and not isinstance(self._scheduler, Plateau):  # scores are not of a trial
-            self._scheduler.step()
+        own = None if isinstance(self._scheduler, Plateau) else self._scheduler  # scores are not of a trial
+        if own is not None and not has_ended(own):
+            own.step()
         self.steps += 1
         self.samples += sum(piece.samples for piece in pieces)
         self.losses.append(TrialLoss(self.samples, loss))

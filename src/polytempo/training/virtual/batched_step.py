@@ -14,6 +14,7 @@ from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.training.job.context import TakeStep
 from polytempo.training.model.trainable_parameters import trainable
+from polytempo.training.step.parameter_exchange import noted
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
 from polytempo.training.virtual.batched_gradients import GradientPool
@@ -60,7 +61,7 @@ class BatchedReplicas:
                 gradients=partial(self._gradients.enrol, worker, batch),
                 update=update,
                 share=share,
-                computed=lambda _: self._gradients.loss(worker),
+                computed=lambda _: noted(replica.parameters, self._gradients.loss(worker)),
                 updated=partial(self._updates.make, worker),
             )
             charge = charged(cost, replica, [samples], updates.varied(1.0))

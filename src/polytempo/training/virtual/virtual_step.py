@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polytempo.core import Port, Program
 from polytempo.core.arithmetic.kernel_use import Uses
+from polytempo.core.strategy import InRounds
 from polytempo.core.suspension import suspendable
 from polytempo.device import random_states, set_random_states
 from polytempo.one_host.hogwild import Updates
@@ -24,6 +25,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.context import TakeStep
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import Pieces
+from polytempo.training.job.sliced_step import BatchSlice
 from polytempo.training.model.parted_parameters import align
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, StepUses
@@ -67,7 +69,8 @@ def charged(cost: StepCost, replica: Replica, passes: Sequence[float], factor: f
 def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Updates) -> TakeStep:
     """A step that computes for real and charges `cost`: of its operations a third forward, two thirds backward.
 
-    Where a strategy computes in slices, exchanges begin behind the last slice.
+    Where a strategy computes in slices, exchanges begin behind the last slice. In rounds a slice is a client, with all
+    passes over its samples.
 
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
@@ -84,7 +87,7 @@ def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Update
         replica.weigh_layers(share)
         await gradients.begin(port, batch)
         if replica.strategy.slices is not None:
-            passes = [sum(piece.samples for piece in batch)]
+            passes = [sum(_passes(piece, spec.strategy.rounds) for piece in batch)]
         else:
             passes = [piece.samples for piece in batch.pieces] if isinstance(batch, Pieces) else [samples]
         charge = charged(cost, replica, passes, gradients.work * updates.varied(1.0))
@@ -94,6 +97,11 @@ def priced_step(replica: Replica, spec: RunSpec, cost: StepCost, updates: Update
         return loss
 
     return take_step
+
+
+def _passes(piece: BatchSlice, rounds: InRounds | None) -> float:
+    """Samples in the passes of a slice."""
+    return piece.samples if rounds is None else rounds.local.passes(len(piece.batch))
 
 
 async def meta_step(port: Port, replica: Replica, cost: StepCost, passes: Sequence[float], updates: Updates) -> None:

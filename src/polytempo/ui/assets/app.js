@@ -79,7 +79,8 @@ export function setTitle(text) {
 
 // ---- questions and notes ----
 
-export function ask(title, text, yes, dangerous) {
+// Resolves to true or false, and with a field to its text or false.
+export function ask(title, text, yes, dangerous, field = null) {
   const dialog = document.getElementById("ask");
   return new Promise((resolve) => {
     const close = (answer) => () => { dialog.close(); resolve(answer); };
@@ -87,10 +88,12 @@ export function ask(title, text, yes, dangerous) {
     dialog.replaceChildren(
       element("h2", { id: "ask-title" }, title),
       ...text.map((line) => element("p", {}, line)),
-      element("div", { class: "buttons" }, no, element("button", { type: "button", class: dangerous ? "danger" : "primary", onclick: close(true) }, yes)));
+      ...(field ? [field] : []),
+      element("div", { class: "buttons" }, no, element("button", { type: "button", class: dangerous ? "danger" : "primary", onclick: () => close(field ? { text: field.value } : true)() }, yes)));
+    if (field) field.onkeydown = (event) => { if (event.key === "Enter") { event.preventDefault(); close({ text: field.value })(); } };
     dialog.oncancel = () => resolve(false);
     dialog.showModal();
-    no.focus();
+    (field || no).focus();
   });
 }
 
@@ -118,6 +121,20 @@ export async function remove(runs, archive) {
   const gone = runs.length - stayed.length;
   note([gone ? `${gone} ${gone === 1 ? "run is" : "runs are"} ${archive ? "in the archive" : "deleted"}.` : "", ...stayed.slice(0, 3)].join(" ").trim());
   return gone > 0;
+}
+
+// Tags that all these runs have may be changed; a run's other tags stay.
+export async function tag(rows) {
+  const common = (rows[0].tags || []).filter((each) => rows.every((row) => (row.tags || []).includes(each)));
+  const field = element("input", { type: "text", "aria-label": "Tags, separated by commas", spellcheck: "false", value: common.join(", ") });
+  const answer = await ask(`Tags of ${rows.length === 1 ? `“${rows[0].id}”` : `${rows.length} runs`}`, ["Words separated by commas, such as baseline, paper."], "Save", false, field);
+  if (!answer) return;
+  const wanted = answer.text.split(",").map((each) => each.trim()).filter(Boolean);
+  const body = { runs: rows.map((row) => row.id), add: wanted.filter((each) => !common.includes(each)), remove: common.filter((each) => !wanted.includes(each)) };
+  const found = await fetch("tags", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  if (!found.ok) { note(await found.text()); return; }
+  const stayed = Object.values((await found.json()).stayed);
+  if (stayed.length) note(stayed.slice(0, 3).join(" "));
 }
 
 // ---- keys: / filter, g runs, ? help ----

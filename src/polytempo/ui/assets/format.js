@@ -85,7 +85,7 @@ export const AXES = { seconds: "time", step: "steps", epoch: "epochs", samples: 
 export const AXIS_FORMS = { seconds, step: whole, epoch: (value) => number(value, 3), samples: compact, bytes };
 export const QUANTITIES = {
   loss: ["Loss", number], accuracy: ["Accuracy", percent], samples_per_s: ["Samples per second", compact],
-  idle_share: ["Waiting", percent], staleness: ["Staleness (updates)", number], noise_scale: ["Noise scale (samples)", compact],
+  idle_share: ["Waiting", percent], staleness: ["Staleness (updates)", number], noise_scale: ["Noise scale (samples)", compact], lr: ["Learning rate", number],
 };
 export const STATES = {
   running: "running", finished: "finished", preempted: "preempted", failed: "failed", gone: "launcher gone", unknown: "unknown",

@@ -1,6 +1,6 @@
 // The list of runs: filter, sort by any field, select, compare, archive, delete.
 import { ago, bytes, chip, compact, element, number, percent, plural, seconds, setText, table, whole } from "./format.js";
-import { follow, go, remove } from "./app.js";
+import { follow, go, remove, tag } from "./app.js";
 import { planPicture, trialsPicture } from "./pictures.js";
 
 const COLUMNS = [
@@ -24,13 +24,22 @@ const ORDER = { running: 0, failed: 1, gone: 2, preempted: 3, unknown: 4, finish
 const CHIPS = ["all", "running", "finished", "failed"];
 const OPERATORS = { ">": (one, two) => one > two, "<": (one, two) => one < two, ">=": (one, two) => one >= two, "<=": (one, two) => one <= two, "=": (one, two) => one === two };
 
-// "gossip workers>2 state:failed": words anywhere; field:text in that field; field>number.
+// A field of a row, or one of the settings of its run, as a number where it is one.
+function valueOf(row, name) {
+  if (Object.hasOwn(row, name)) return row[name];
+  const value = Object.hasOwn(row.settings || {}, name) ? row.settings[name] : undefined;
+  return typeof value === "string" && value !== "" && Number.isFinite(Number(value)) ? Number(value) : value;
+}
+
+// "gossip workers>2 tag:paper lr<0.1": words anywhere; field:text in that field or setting; field>number.
 export function matches(row, text) {
   return text.toLowerCase().split(/\s+/).filter(Boolean).every((word) => {
     const found = word.match(/^([a-z_]+)(:|>=|<=|>|<|=)(.+)$/);
-    if (found && found[2] !== ":" && found[1] in row) return row[found[1]] !== null && OPERATORS[found[2]](Number(row[found[1]]), Number(found[3]));
-    if (found && found[2] === ":" && found[1] in row) return String(row[found[1]] ?? "").toLowerCase().includes(found[3]);
-    return [row.id, row.job, row.strategy, row.state, row.world, row.why].some((value) => String(value ?? "").toLowerCase().includes(word));
+    if (found && found[2] === ":" && ["tag", "tags"].includes(found[1])) return (row.tags || []).some((each) => each.toLowerCase().includes(found[3]));
+    const value = found && valueOf(row, found[1]);
+    if (found && found[2] !== ":") return typeof value === "number" && OPERATORS[found[2]](value, Number(found[3]));
+    if (found && (found[1] in row || value !== undefined)) return String(value ?? "").toLowerCase().includes(found[3]);
+    return [row.id, row.job, row.strategy, row.state, row.world, row.why, ...(row.tags || [])].some((value) => String(value ?? "").toLowerCase().includes(word));
   });
 }
 
@@ -39,7 +48,7 @@ export function listPage(parameters) {
   const known = new Map();
   let rows = [], state = "all", sort = parameters.get("sort") || "", down = parameters.get("down") === "1";
 
-  const search = element("input", { type: "search", placeholder: "Filter: gossip workers>2 state:failed", "aria-label": "Filter runs", spellcheck: "false", value: parameters.get("q") || "", oninput: () => draw() });
+  const search = element("input", { type: "search", placeholder: "Filter: gossip workers>2 tag:paper", "aria-label": "Filter runs", spellcheck: "false", value: parameters.get("q") || "", oninput: () => draw() });
   const chips = CHIPS.map((name) => element("button", { type: "button", class: "toggle", "aria-pressed": String(name === state), onclick: () => { state = name; draw(); } }, name));
   const count = element("p", { class: "quiet", role: "status" });
   const all = element("input", { type: "checkbox", "aria-label": "Select all shown runs", onchange: () => { for (const row of visible()) all.checked ? selected.add(row.id) : selected.delete(row.id); draw(); } });
@@ -50,9 +59,11 @@ export function listPage(parameters) {
     element("table", { class: "cards" }, element("thead", {}, element("tr", {}, element("th", { scope: "col", class: "check" }, all), heads)), body));
   const sorter = element("select", { "aria-label": "Sort by", onchange: () => { sort = sorter.value; down = Boolean(COLUMNS.find((column) => column.key === sort)?.high); draw(); } },
     element("option", { value: "" }, "Sort: newest"), COLUMNS.map((column) => element("option", { value: column.key }, `Sort: ${column.name.toLowerCase()}`)));
+  const bySetting = element("optgroup", { label: "Settings that differ" });
   const chosen = element("span");
   const compare = element("button", { type: "button", class: "primary", onclick: () => go(`#/compare?${new URLSearchParams([...selected].map((id) => ["run", id]))}`) }, "Compare");
   const actions = element("div", { class: "actions", hidden: true, role: "toolbar", "aria-label": "Selected runs" }, chosen, compare,
+    element("button", { type: "button", onclick: () => tag(rows.filter((row) => selected.has(row.id))) }, "Tag"),
     element("button", { type: "button", onclick: () => drop(true) }, "Archive"),
     element("button", { type: "button", class: "danger", onclick: () => drop(false) }, "Delete"),
     element("button", { type: "button", class: "plain", onclick: () => { selected.clear(); draw(); } }, "Clear"));
@@ -73,12 +84,12 @@ export function listPage(parameters) {
   function visible() {
     const found = rows.filter((row) => (state === "all" || row.state === state || (state === "failed" && ["gone", "preempted"].includes(row.state))) && matches(row, search.value));
     if (!sort) return found;
-    const value = (row) => (sort === "state" ? ORDER[row.state] ?? 9 : row[sort]);
+    const value = (row) => (sort === "state" ? ORDER[row.state] ?? 9 : valueOf(row, sort));
     const missing = (one) => one === null || one === undefined || one === "";
     return found.sort((one, two) => {
       const [first, second] = [value(one), value(two)];
       if (missing(first) || missing(second)) return missing(first) - missing(second);
-      const order = typeof first === "number" ? first - second : String(first).localeCompare(String(second), "en", { numeric: true });
+      const order = typeof first === "number" && typeof second === "number" ? first - second : String(first).localeCompare(String(second), "en", { numeric: true });
       return down ? -order : order;
     });
   }
@@ -87,19 +98,22 @@ export function listPage(parameters) {
   function made(row) {
     const check = element("input", { type: "checkbox", "aria-label": `Select ${row.id}`, onchange: () => { check.checked ? selected.add(row.id) : selected.delete(row.id); draw(); } });
     const name = element("a", { href: `#/run/${encodeURIComponent(row.id)}` });
-    const call = element("small");
+    const call = element("small"), tags = element("span", { class: "tags" });
     const bar = element("i"), left = element("small");
     const chipPlace = element("span");
     const cells = COLUMNS.slice(2).map((column) => element("td", { data: { name: column.name } }));
-    const line = element("tr", {}, element("td", { class: "check" }, check), element("th", { scope: "row" }, name, call),
+    const line = element("tr", {}, element("td", { class: "check" }, check), element("th", { scope: "row" }, name, call, tags),
       element("td", { class: "text state", data: { name: "State" } }, chipPlace, element("span", { class: "progress", "aria-hidden": "true" }, bar), left), cells);
-    return { line, check, name, call, bar, left, chipPlace, cells, state: "" };
+    return { line, check, name, call, tags, bar, left, chipPlace, cells, state: "" };
   }
 
   function fill(found, row) {
     setText(found.name, row.id === "." ? row.name : row.id);
     setText(found.call, [row.strategy, row.world === "virtual" ? "simulated" : ""].filter(Boolean).join(" · ") || row.why || "");
     found.call.title = row.strategy || "";
+    const tagged = JSON.stringify(row.tags || []);
+    if (found.tagged !== tagged) found.tags.replaceChildren(...(row.tags || []).map((each) => element("span", { class: "tag" }, each)));
+    found.tagged = tagged;
     if (found.state !== row.state) { found.chipPlace.replaceChildren(chip(row.state)); found.state = row.state; }
     const running = row.state === "running" && typeof row.done === "number";
     found.bar.parentElement.hidden = !running;
@@ -109,6 +123,17 @@ export function listPage(parameters) {
     found.check.checked = selected.has(row.id);
     COLUMNS.slice(2).forEach((column, at) => setText(found.cells[at], column.show(row)));
     found.line.classList.toggle("chosen", selected.has(row.id));
+  }
+
+  // The settings that differ between the runs can be sorted by, too.
+  function sortedBy() {
+    const known = new Set(COLUMNS.map((column) => column.key));
+    const names = [...new Set(rows.flatMap((row) => Object.keys(row.settings || {})))].filter((name) => !known.has(name) && name !== "tags" && new Set(rows.map((row) => row.settings?.[name])).size > 1).sort();
+    if ([...bySetting.children].map((each) => each.value).join() !== names.join()) {
+      bySetting.replaceChildren(...names.map((name) => element("option", { value: name }, `Sort: ${name.replaceAll("_", " ")}`)));
+      names.length ? sorter.append(bySetting) : bySetting.remove();
+    }
+    sorter.value = sort;
   }
 
   function draw() {
@@ -128,7 +153,7 @@ export function listPage(parameters) {
       frame.classList.toggle(`without-${at}`, !told);
     });
     chips.forEach((button, at) => button.setAttribute("aria-pressed", String(CHIPS[at] === state)));
-    sorter.value = sort;
+    sortedBy();
     const running = rows.filter((row) => row.state === "running").length;
     setText(count, rows.length ? `${plural(shown.length, "run")}${shown.length < rows.length ? ` of ${whole(rows.length)}` : ""}${running ? `, ${running} running` : ""}` : "");
     frame.hidden = !rows.length;

@@ -52,6 +52,23 @@ export function recentPicture(recent) {
       lines, labelled(workers, width, workers.map((worker) => `worker ${worker}`)), bars, ends));
 }
 
+// Clients and rounds: a fuller color is a larger part of the rounds. `ClientRounds.plain` has the numbers.
+export function clientsPicture(told, said) {
+  const rows = told.parts.length, columns = told.parts[0].length, left = 84, most = Math.max(...told.parts.flat()) || 1;
+  const wide = 900 / columns, high = Math.max(5, Math.min(14, 300 / rows)), width = left + 900, height = rows * high;
+  const first = (row) => Math.ceil(row * told.clients / rows);
+  const cells = told.parts.flatMap((line, row) => line.map((part, column) => {
+    if (!part) return null;
+    const begin = column * told.width, last = Math.min(told.rounds, begin + told.width) - 1, end = first(row + 1) - 1;
+    const who = end === first(row) ? `client ${end}` : `clients ${first(row)} to ${end}`, when = last === begin ? `round ${begin}` : `rounds ${begin} to ${last}`;
+    return svg("rect", { x: left + column * wide, y: row * high, width: Math.max(1, wide - 1), height: high - 1, class: "busy", "fill-opacity": 0.15 + 0.85 * part / most }, svg("title", {}, `${who}, ${when}: ${number(100 * part)} %`));
+  })).filter(Boolean);
+  const text = (x, y, anchor, said) => svg("text", { x, y, class: "axis", "text-anchor": anchor }, said);
+  const ends = [text(left - 6, 10, "end", "client 0"), text(left - 6, height, "end", String(told.clients - 1)), text(left, height + 16, "start", "round 0"), text(width, height + 16, "end", String(told.rounds - 1))];
+  return element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Clients and rounds" },
+    svg("svg", { viewBox: `0 0 ${width} ${height + 24}`, role: "img", class: "timeline", "aria-label": said }, cells, ends));
+}
+
 function median(values) {
   return values.slice().sort((one, two) => one - two)[Math.floor(values.length / 2)];
 }

@@ -2,7 +2,7 @@
 import { AXIS_FORMS, QUANTITIES, ago, bytes, chip, compact, element, number, percent, seconds, setText, table, whole } from "./format.js";
 import { look, markSign } from "./chart.js";
 import { Charts, axisChooser } from "./compare.js";
-import { recentPicture, timelinePicture, topologyPicture } from "./pictures.js";
+import { clientsPicture, recentPicture, timelinePicture, topologyPicture } from "./pictures.js";
 import { follow, go, note, remove, setTitle } from "./app.js";
 
 const KINDS = { train: "training", test: "test set", log: "logged" };
@@ -24,10 +24,10 @@ export function runPage(id, parameters) {
   const charts = new Charts((begin, end) => { span = [begin, end]; open(); });
   const chooser = axisChooser(axis, (name) => { axis = name; span = [null, null]; open(); });
   const reading = element("p", { class: "quiet", role: "status" });
-  const predicted = element("div"), workers = element("div"), exchanges = element("div"), events = element("div"), timeline = element("div"), topology = element("div"), settings = element("div"), logged = element("div");
+  const predicted = element("div"), workers = element("div"), exchanges = element("div"), events = element("div"), timeline = element("div"), topology = element("div"), clients = element("div"), settings = element("div"), logged = element("div");
   const log = logPanel(id);
   const sections = [
-    ["Predicted beside measured", predicted], ["Workers and servers", workers], ["Exchanges", exchanges], ["Timeline", timeline], ["Topology", topology], ["Events", events], ["Logged", logged], ["Logs", log.place], ["Settings", settings],
+    ["Predicted beside measured", predicted], ["Workers and servers", workers], ["Clients", clients], ["Exchanges", exchanges], ["Timeline", timeline], ["Topology", topology], ["Events", events], ["Logged", logged], ["Logs", log.place], ["Settings", settings],
   ].map(([title, content]) => element("section", { hidden: true, class: "part" }, element("h2", {}, title), content));
   const showSection = (content, there) => { content.parentElement.hidden = !there; };
   const place = element("div", { class: "run" },
@@ -130,9 +130,25 @@ export function runPage(id, parameters) {
       table([{ name: "Kind", text: true }, "A step", "Sent a step", "Lasts a step"], rows, { label: "Exchanges" }));
   }
 
+  // The turns of clients in rounds. The spread of their accuracies is among the curves.
+  function drawClients(found) {
+    showSection(clients, Boolean(found));
+    const version = JSON.stringify(found || null);
+    if (!found || clients.dataset.version === version) return;
+    clients.dataset.version = version;
+    const of = `of ${whole(found.clients)} clients took part in`, rounds = `${whole(found.rounds)} rounds`;
+    const undrawn = found.undrawn ? ` ${whole(found.undrawn)} rounds had too many clients to draw.` : "";
+    const said = found.took_part === null
+      ? `${found.a_round === null ? "?" : whole(Math.round(found.a_round))} ${of} each of ${rounds}, in the mean.${undrawn}`
+      : `${whole(found.took_part)} ${of} ${rounds}: ${whole(found.least)} times at least, ${number(found.median)} in the middle, ${whole(found.most)} at most.`;
+    const full = `${said} A fuller color is a larger part of the rounds.`;
+    replaceKept(clients, element("div", { class: "card" }, element("p", { class: "caption" }, full), clientsPicture(found, said)));
+  }
+
   function drawCurves() {
     drawSaid();
     drawExchanges(curves.exchanged);
+    drawClients(curves.clients);
     chooser.show(curves.axes, curves.axis);
     setText(reading, curves.problem ? curves.problem : curves.rows ? `${whole(curves.rows)} rows${curves.behind ? ", reading more" : ""}` : "No row of metrics yet");
     const marks = curves.marks.filter((mark) => mark.x !== null);
@@ -162,12 +178,12 @@ export function runPage(id, parameters) {
   }
 
   function drawActivity() {
-    const recent = activity.timeline ? null : recentPicture(activity.recent);
+    const recent = activity.timeline ? null : recentPicture(activity.recent), latest = activity.goes_on ? "The last operations so far. " : "";
     showSection(timeline, Boolean(activity.timeline || recent));
     if (activity.timeline) {
-      timeline.replaceChildren(element("div", { class: "card" }, element("p", { class: "caption" }, `Steps ${whole(activity.timeline.steps[0])} to ${whole(activity.timeline.steps[1])}. A row is a rank: computation above, communication below it. Point at a bar for its duration and bytes.`), timelinePicture(activity.timeline)));
+      replaceKept(timeline, element("div", { class: "card" }, element("p", { class: "caption" }, `${latest}Steps ${whole(activity.timeline.steps[0])} to ${whole(activity.timeline.steps[1])}. A row is a rank: computation above, communication below it. Point at a bar for its duration and bytes.`), timelinePicture(activity.timeline)));
     } else if (recent) {
-      timeline.replaceChildren(element("div", { class: "card" }, element("p", { class: "caption" }, "The last rows of each worker, as they come: blue is computing, orange is waiting. The trace of single operations follows when the run ends."), recent));
+      replaceKept(timeline, element("div", { class: "card" }, element("p", { class: "caption" }, "The last rows of each worker, as they come: blue is computing, orange is waiting. Single operations follow."), recent));
     }
     showSection(topology, Boolean(activity.topology));
     if (activity.topology) {
@@ -175,10 +191,18 @@ export function runPage(id, parameters) {
       const names = Object.fromEntries(activity.topology.nodes.map((node) => [node.rank, node.name]));
       const rows = activity.topology.edges.slice(0, 60).map(([from, to, sent]) => [names[from], names[to], bytes(sent)]);
       const together = activity.topology.together.map(([op, sent]) => `${op} among all: ${bytes(sent)}`).join(", ");
-      topology.replaceChildren(element("div", { class: "grid" },
-        element("section", { class: "card" }, element("p", { class: "caption" }, [rows.length ? `${bytes(total)} between nodes in the traced steps; a wider line is more bytes. ` : "", together ? `${together}.` : ""].join("")), picture),
+      const traced = activity.goes_on ? `the last ${seconds(activity.topology.seconds)} of the trace` : "the traced steps";
+      replaceKept(topology, element("div", { class: "grid" },
+        element("section", { class: "card" }, element("p", { class: "caption" }, [rows.length ? `${bytes(total)} between nodes in ${traced}; a wider line is more bytes. ` : "", together ? `${together}${rows.length ? "" : ` in ${traced}`}.` : ""].join("")), picture),
         rows.length ? element("section", { class: "card" }, table([{ name: "From", text: true }, { name: "To", text: true }, "Bytes"], rows, { label: "Bytes between nodes" })) : null));
     }
+  }
+
+  // A run that goes on draws its pictures again and again: the reader's place in them stays.
+  function replaceKept(place, content) {
+    const region = () => place.querySelector("[role=region]"), old = region(), at = old?.scrollLeft, held = old && old === document.activeElement;
+    place.replaceChildren(content);
+    if (old && region()) { region().scrollLeft = at; if (held) region().focus({ preventScroll: true }); }
   }
 
   function drawPrediction() {

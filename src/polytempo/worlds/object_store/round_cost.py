@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Port, Transform, world_port
+from polytempo.core.bundle import Observed
 from polytempo.core.driver import WAITING, Task
 from polytempo.core.op import (
     AllGather,
@@ -166,6 +167,7 @@ def _operations(transform: Transform, parameters: Bundle, workers: int) -> list[
     """Collectives of all workers, in their order."""
     zeros = Bundle({name: torch.zeros(t.shape, dtype=t.dtype) for name, t in parameters.tensors.items()})
     members = tuple(range(workers))
+    zeros.observed = Observed(rate=0.0, loss=torch.zeros(()))
     tasks = [Task(_exchange(transform, world_port(worker, members), zeros.copy())) for worker in members]
     asked: dict[int, Collective[Any]] = {}
     found: list[list[Collective[Any]]] = []

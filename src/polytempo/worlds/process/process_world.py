@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from polytempo.core import Port, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
 from polytempo.core.system.first_failure import FirstFailure
+from polytempo.core.system.url_path import Place
 from polytempo.device import StreamPauses, time_mark
 from polytempo.native.group import Group
 from polytempo.native.library import available
@@ -40,6 +41,7 @@ from polytempo.worlds.process.shares import (
 from polytempo.worlds.process.strand import Pair, PendingOp, Strand, Wait
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.trace_tail import tail_of
 
 T = TypeVar("T")
 
@@ -92,8 +94,11 @@ class ProcessWorld:
         """Seconds since the world's zero."""
         return time.monotonic() - self._zero_s
 
-    def begin(self) -> None:
-        """Begin clock and trace together with all ranks. On one host their times are the same clock's."""
+    def begin(self, out: Place | None = None) -> None:
+        """Begin clock and trace together with all ranks. On one host their times are the same clock's.
+
+        `out`: the run's folder, which has the last operations while the run goes on.
+        """
         zero = torch.tensor([time.monotonic()], dtype=torch.float64)
 
         async def agree() -> float:
@@ -104,6 +109,7 @@ class ProcessWorld:
         agreed_s = self.drive(agree())
         self._zero_s = agreed_s if same_host else time.monotonic()
         self.trace = Trace(timed=False, max_events=self._max_events)
+        self.trace.show_in(tail_of(out, self.rank))
         self.waited_s = 0.0
 
     # ------------------------------------------------------------------ coroutines

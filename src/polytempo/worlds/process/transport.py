@@ -31,6 +31,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -95,13 +96,15 @@ class Transport:
         self.rank, self.size, self.group = rank, size, group
         self.substitute: Substitute | None = None
         self._groups: dict[tuple[int, ...], Any] = {}
+        self.making: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """The context of making a group of some ranks; it gives the options of the group's backend."""
         self.unbatched = frozenset({HOST.type})
         """Kinds of devices with messages that travel alone, not in batches (see `MessageBatches`)."""
         self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:
         """Use the groups that `other` has made, and share the groups that are made here with it."""
-        self._groups, self.substitute = other._groups, other.substitute
+        self._groups, self.substitute, self.making = other._groups, other.substitute, other.making
 
     def forget(self) -> None:
         """Let go of all groups, so that they can end."""
@@ -223,7 +226,8 @@ class Transport:
         if members not in self._groups:
             timeout = timedelta(seconds=group_timeout_s())
             backend = None if self.substitute is None else self.substitute.backend
-            self._groups[members] = _new_group(sorted(members), timeout, backend)
+            with self.making() as options:
+                self._groups[members] = _new_group(sorted(members), timeout, backend, options)
         return self._groups[members]
 
     def translated(self, op: Op[Any], step: int, peer: int, error: RuntimeError) -> Exception:
@@ -247,7 +251,7 @@ def _none() -> None:
     return None
 
 
-def _new_group(members: list[int], timeout: timedelta, backend: str | None) -> Any:
+def _new_group(members: list[int], timeout: timedelta, backend: str | None, options: Any) -> Any:
     """A process group that `members` alone create.
 
     torch names such a group by its ranks and by the number of all groups that a process has. Where members have
@@ -259,7 +263,7 @@ def _new_group(members: list[int], timeout: timedelta, backend: str | None) -> A
     torchs = _c10d._hash_ranks_to_str
     _c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        return dist.new_group(members, timeout, backend, use_local_synchronization=True)
+        return dist.new_group(members, timeout, backend, options, use_local_synchronization=True)
     finally:
         _c10d._hash_ranks_to_str = torchs
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from polytempo.cluster import Cluster, CorrelatedStragglers, Stragglers, constant
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Alone, Compute
@@ -50,6 +53,8 @@ class Processors:
         self._machines = [host // cluster.hosts_per_machine for host in hosts]
         crowded = [] if cores is None else [each for each, ranks in Counter(self._machines).items() if ranks > cores]
         self._cores = {machine: Cores(world, cores or 1) for machine in crowded}
+        self._computed = WeakTensorKeyDictionary()
+        """Results of computations that are the same on all ranks, by their sources."""
         self._waiting: dict[int, deque[_Waiting]] = defaultdict(deque)
         """Computations of each rank without one; the first is under way."""
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
@@ -84,9 +89,16 @@ class Processors:
 
         self._occupy(rank, self._cluster.computing_s(op.flops, op.uses, server=rank >= self._first_server), begun, over)
         try:
-            value = op.work()
+            value = op.work() if op.source is None else self._common(op, op.source)
         except Exception as raised:
             error = raised
+
+    def _common(self, op: Compute[Any], source: Tensor) -> Tensor:
+        """The tensor that all ranks with this source compute, in memory of the rank's own."""
+        if source not in self._computed:
+            self._computed[source] = op.work()
+        found: Tensor = self._computed[source]
+        return found.clone()
 
     def handle(self, rank: int, use: KernelUse, over: Over) -> None:
         """Take a rank's processor for work other than its computations, on a cluster with measured kernels.

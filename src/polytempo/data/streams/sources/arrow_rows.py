@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def arrow_rows(batch: Any) -> Iterator[dict[str, Any]]:
     """The rows of a `pyarrow.RecordBatch` or `Table`, each a dict of its columns' values.
 
-    Numbers and booleans become tensors of the column's type, and lists of numbers tensors with memory of their own, so
-    that a sample that is kept does not keep its batch. Text, binary, columns with nulls and all others: Python's.
+    Numbers become tensors of the column's type in Arrow's own memory, booleans in a copy, and lists of numbers tensors
+    with memory of their own, so that a sample that is kept does not keep its batch. Text, binary, columns with nulls
+    and all others: Python's.
     """
     names = batch.schema.names
     columns = [_values(batch.column(place)) for place in range(len(names))]
@@ -49,6 +51,12 @@ def _is_number(kind: Any) -> bool:
 
 
 def _tensor(column: Any) -> torch.Tensor:
-    """A copy, because Arrow's memory may not be written to; unsigned numbers above 8 bits as int64."""
-    array = column.to_numpy(zero_copy_only=False)
-    return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" and array.itemsize > 1 else array.copy())
+    """The numbers in Arrow's own memory, because only these rows have it. Booleans are bits there, and are copied;
+    unsigned numbers above 8 bits become int64."""
+    import pyarrow
+
+    if pyarrow.types.is_boolean(column.type):
+        return torch.from_numpy(column.to_numpy(zero_copy_only=False))
+    if pyarrow.types.is_unsigned_integer(column.type) and column.type.bit_width > 8:
+        return torch.from_numpy(column.to_numpy(zero_copy_only=False).astype(np.int64))
+    return from_dlpack(column)

@@ -32,6 +32,11 @@ class Mapped(ShardedData):
         """The source's."""
         return self._source.content_mark
 
+    @property
+    def blocks(self) -> float | None:
+        """The source's."""
+        return self._source.blocks
+
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The source's."""
         return self._source.read(shard, runs)
@@ -73,6 +78,11 @@ class Filtered(ShardedData):
     def content_mark(self) -> str | None:
         """The source's."""
         return self._source.content_mark
+
+    @property
+    def blocks(self) -> float | None:
+        """The source's."""
+        return self._source.blocks
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The kept samples in `runs`."""

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from math import inf
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -91,6 +92,11 @@ class MarkedFiles(ShardedData):
     def content_mark(self) -> str | None:
         """The states of the files."""
         return mark_of(self.files)
+
+    @property
+    def blocks(self) -> float:
+        """The files, if one is compressed."""
+        return len(self.files) if any(map(is_compressed, self.files)) else inf
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Raw]:
         """The samples in `runs`: each run is looked for from the last mark before it, or from the run before."""

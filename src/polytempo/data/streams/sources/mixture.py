@@ -13,6 +13,7 @@ from copy import copy
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
+from math import inf
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -48,6 +49,12 @@ class Mixture(ShardedData):
         """The sources'."""
         marks = [source.content_mark for source in self._sources]
         return None if None in marks else "\n".join(map(str, marks))
+
+    @property
+    def blocks(self) -> float | None:
+        """Equal blocks, each as large as a mean block of every source together: an end cuts all sources."""
+        sizes = [len(source) / source.blocks for source in self._sources if source.blocks is not None]
+        return None if not sizes else sum(self.counts) / sum(sizes) if any(sizes) else inf
 
     def of_epoch(self, epoch: int) -> Self:
         """The same mixture of the samples that have their turn in `epoch`."""

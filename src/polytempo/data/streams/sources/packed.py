@@ -123,6 +123,11 @@ class Packed(ShardedData):
         """The source's."""
         return self._source.content_mark
 
+    @property
+    def blocks(self) -> float | None:
+        """The source's."""
+        return self._source.blocks
+
     @cached_property
     def num_tokens(self) -> int:
         """Tokens of all documents: an epoch has each of them once."""

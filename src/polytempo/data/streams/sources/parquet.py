@@ -86,6 +86,11 @@ class Parquet(ShardedData):
         """The states of the files."""
         return mark_of(self._files)
 
+    @property
+    def blocks(self) -> float:
+        """Row groups."""
+        return len(self._groups)
+
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[dict[str, Any]]:
         """The rows in `runs`; the row group is read up to the last of them, and rows between runs are not converted."""
         file, group = self._groups[shard]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -13,10 +14,12 @@ import numpy as np
 from polytempo.core.system.url_path import Place
 from polytempo.diagnosis.bound import PARTS
 from polytempo.report.pictures.marks import ChartMark, interpolated, mark_of, places
+from polytempo.report.status.client_rounds import ROUND, ClientRounds
 from polytempo.report.status.records import (
     Diagnosis,
     ExchangeRow,
     Logged,
+    LoggedText,
     RunFinished,
     RunStarted,
     StreamRecord,
@@ -24,25 +27,26 @@ from polytempo.report.status.records import (
     TrainRow,
 )
 from polytempo.report.status.stream import RunStream
-from polytempo.ui.sampling import Numbers, sampled
+from polytempo.ui.of_run.sampling import Numbers, sampled
 
 AXES = ("seconds", "step", "epoch", "samples", "bytes")
 """Quantities that curves are drawn against."""
-QUANTITIES = ("loss", "accuracy", "samples_per_s", "idle_share", "staleness", "noise_scale")
+QUANTITIES = ("loss", "accuracy", "samples_per_s", "idle_share", "staleness", "noise_scale", "lr")
 """Quantities of rows that curves show; the user's own numbers follow them."""
 _MOST_MARKS, _MOST_OWN, _MOST_RECENT = 100, 32, 240
 _AXES_OF_ROWS = AXES[:-1]
 _MOST_BYTES = 1 << 20
+_Row = TrainRow | TestRow
 
 
 class RunColumns:
     """The reader of one run. `look` takes the new records; curves and marks are read between two looks.
 
-    Memory: 80 bytes a row.
+    Memory: 80 bytes a row, and 88 of a job with a schedule.
     """
 
     def __init__(self, folder: Place) -> None:
-        self._stream = RunStream(folder, _MOST_BYTES)
+        self._stream = RunStream(folder, _MOST_BYTES, brief=True)
         self._columns: dict[str, dict[str, array[float]]] = {"train": {}, "test": {}, "log": {}}
         self._last_seconds, self._last_step = 0.0, 0
         self.started: RunStarted | None = None
@@ -51,14 +55,13 @@ class RunColumns:
         """The last 100 each of faults, groups, checkpoints and diagnoses."""
         self.logged: list[dict[str, Any]] = []
         """The last texts and pictures that the user's program logged."""
-        self.last: dict[str, dict[str, Any]] = {}
-        """The last row of each kind."""
-        self.workers: dict[int, dict[str, Any]] = {}
-        """The last row of each worker with rows of its own."""
+        self.client_rounds = ClientRounds()
+        """The turns of clients in rounds."""
+        self._last: dict[str, _Row] = {}
+        self._of_workers: dict[int, TrainRow] = {}
         self.parts: dict[str, Any] = {}
         """The parts of a step from the last row that has them."""
-        self.exchanged: dict[str, Any] | None = None
-        """The last record of exchanges; of several workers the first one's."""
+        self._exchanged: ExchangeRow | None = None
         self.slow: dict[str, str] = {}
         """The last diagnosis of each slow rank, or worker, by its name."""
         self.recent: list[tuple[int, float, float, float | None]] = []
@@ -75,52 +78,81 @@ class RunColumns:
         """True if the last look left rows for the next one."""
         return self._stream.behind
 
+    @property
+    def last(self) -> dict[str, dict[str, Any]]:
+        """The last row of each kind."""
+        return {kind: _known(row) for kind, row in self._last.items()}
+
+    @property
+    def workers(self) -> dict[int, dict[str, Any]]:
+        """The last row of each worker with rows of its own."""
+        return {worker: _known(row) for worker, row in self._of_workers.items()}
+
+    @property
+    def exchanged(self) -> dict[str, Any] | None:
+        """The last record of exchanges; of several workers the first one's."""
+        found: dict[str, Any] | None = msgspec.to_builtins(self._exchanged)
+        return found
+
     def look(self, within_s: float = math.inf) -> bool:
         """Take the new records, as many as there is time for; True if there are any."""
         until_s, some = time.monotonic() + within_s, False
         while True:
             found = self._stream.look()
             some |= bool(found)
-            for record in found:
-                self._take(record)
+            self._take_all(found)
             if not self.behind or time.monotonic() >= until_s:
                 return some
 
+    def _take_all(self, records: list[StreamRecord]) -> None:
+        """Take records; the rows between two others as one table, which is faster than one by one."""
+        rows: list[_Row] = []
+        for record in records:
+            if isinstance(record, TrainRow | TestRow):
+                rows.append(record)
+            elif isinstance(record, ExchangeRow):
+                if self._exchanged is None or (record.worker or 0) <= (self._exchanged.worker or 0):
+                    self._exchanged = record
+            else:
+                self._rows(rows)
+                rows = []
+                self._take(record)
+        self._rows(rows)
+
     def _take(self, record: StreamRecord) -> None:
-        if isinstance(record, TrainRow | TestRow):
-            self._row(record)
-        elif isinstance(record, RunStarted):
+        if isinstance(record, RunStarted):
             self.started = record
         elif isinstance(record, RunFinished):
             self.finished = record
         elif isinstance(record, Logged):
             self._own(record)
-        elif isinstance(record, ExchangeRow):
-            if self.exchanged is None or (record.worker or 0) <= (self.exchanged["worker"] or 0):
-                self.exchanged = msgspec.to_builtins(record)
+        elif isinstance(record, LoggedText) and record.name == ROUND:
+            self.client_rounds.add(record.text)
         else:
             if isinstance(record, Diagnosis) and record.about == "slow rank" and len(self.slow) < _MOST_MARKS:
                 self.slow[record.who] = record.text
             self._mark(record)
 
-    def _row(self, record: TrainRow | TestRow) -> None:
-        """Append a row to the columns of its kind; an entry that a row lacks is NaN there."""
-        kind = "train" if isinstance(record, TrainRow) else "test"
-        row = {name: getattr(record, name) for name in record.__struct_fields__ if name != "more"}
-        row["noise_scale"] = record.more.get("noise_scale")
-        if record.seconds is not None:
-            self._last_seconds = max(self._last_seconds, record.seconds)
-        self._last_step = max(self._last_step, record.step)
-        self.num_rows += 1
-        self.last[kind] = {name: value for name, value in row.items() if value is not None}
-        if isinstance(record, TrainRow):
-            self._recent(record)
-            parts = {name: record.more.get(name) for name in PARTS}
-            if all(map(_is_number, parts.values())):
-                self.parts = parts
-            if record.worker is not None:
-                self.workers[record.worker] = self.last[kind]
-        self._append(kind, row)
+    def _rows(self, rows: list[_Row]) -> None:
+        """Append rows to the columns of their kinds; an entry that a row lacks is NaN there."""
+        if not rows:
+            return
+        trained = [row for row in rows if isinstance(row, TrainRow)]
+        tested = [row for row in rows if isinstance(row, TestRow)]
+        self._last_seconds = max(self._last_seconds, *(row.seconds for row in rows if row.seconds is not None), 0.0)
+        self._last_step = max(self._last_step, *(row.step for row in rows))
+        self.num_rows += len(rows)
+        for kind, some in (("train", trained), ("test", tested)):
+            if some:
+                self._last[kind] = some[-1]
+                entries = {name: list(map(attrgetter(name), some)) for name in _entries(some[0])}
+                self._append(kind, entries | {"noise_scale": [row.more.get("noise_scale") for row in some]})
+        self._of_workers |= {row.worker: row for row in trained if row.worker is not None}
+        for row in trained:
+            if row.more and all(_is_number(row.more.get(name)) for name in PARTS):
+                self.parts = {name: row.more[name] for name in PARTS}
+        for row in trained[-_MOST_RECENT:]:
+            self._recent(row)
 
     def _recent(self, record: TrainRow) -> None:
         worker, end_s = record.worker or 0, record.seconds
@@ -131,17 +163,16 @@ class RunColumns:
             self.recent.append((worker, end_s if begin_s is None else begin_s, end_s, record.idle_share))
         del self.recent[:-_MOST_RECENT]
 
-    def _append(self, kind: str, row: dict[str, Any]) -> None:
+    def _append(self, kind: str, entries: dict[str, list[Any]]) -> None:
+        """Append values to columns, equally many to each; None stands for NaN."""
         columns = self._columns[kind]
         length = len(columns["step"]) if columns else 0
-        for name, value in row.items():
-            if type(value) not in (int, float):
+        for name, values in entries.items():
+            if values.count(None) == len(values):
                 continue
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = array("d", [math.nan]) * length
+            column = columns.setdefault(name, array("d"))
             column.extend([math.nan] * (length - len(column)))
-            column.append(value)
+            column.frombytes(np.array(values, dtype=np.float64).tobytes())
 
     def _mark(self, record: StreamRecord) -> None:
         mark = mark_of(record)
@@ -176,7 +207,11 @@ class RunColumns:
         room = _MOST_OWN - len(known)
         new = [name for name in record.values if name not in known][: max(0, room)]
         values = {name: value for name, value in record.values.items() if name in known or name in new}
-        self._append("log", {**values, "step": record.step, "seconds": self._last_seconds})
+        self._append(
+            "log",
+            {name: [value] for name, value in values.items()}
+            | {"step": [record.step], "seconds": [self._last_seconds]},
+        )
 
     def quantities(self) -> list[str]:
         """The quantities that have a point."""
@@ -240,6 +275,16 @@ class RunColumns:
         found = np.full(len(columns["step"]), np.nan)
         found[: len(columns[name])] = np.frombuffer(columns[name])
         return found
+
+
+def _entries(row: _Row) -> tuple[str, ...]:
+    return tuple(name for name in row.__struct_fields__ if name != "more")
+
+
+def _known(row: _Row) -> dict[str, Any]:
+    """The entries of a row that have values, and its noise scale."""
+    found = {name: getattr(row, name) for name in _entries(row)} | {"noise_scale": row.more.get("noise_scale")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _is_number(value: object) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from polytempo.core.system.files import METRICS, RESULT, TAIL, TAILS, is_folder
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.pages.validation import validation
 from polytempo.report.pictures.timeline import WORDS, operation_colors
 from polytempo.report.runs import read_events
 from polytempo.worlds.trace import COMMUNICATION, OFF_THE_CLOCK, Event
+from polytempo.worlds.trace_tail import EVERY_S, MOST_TAILS, read_tail
 
 NUM_STEPS, MOST_RANKS, MOST_BARS = 4, 16, 3_000
 _MOST_NODES, _MOST_EDGES = 64, 400
@@ -19,24 +24,78 @@ _SENT_BY_ALL = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", 
 
 
 class RunTrace:
-    """The trace of a run, read again when its file changes."""
+    """The trace of a run, or of a run that goes on the tails of its ranks, read again when a file changes."""
 
     def __init__(self, folder: Place) -> None:
-        self._path = folder / "trace.json"
-        self._version: object = None
+        self._folder, self._path = folder, folder / "trace.json"
+        self.version: object = None
+        """Another value after each change."""
         self.events: list[Event] = []
+        self.goes_on = False
+        """True if the events are the last ones of a run that goes on, or was killed."""
+        self.timeline: dict[str, Any] | None = None
+        """The last steps as bars; see `timeline`."""
+        self._topology: tuple[object, dict[str, Any] | None] = None, None
+
+    def topology(self, workers: int, names: dict[int, str]) -> dict[str, Any] | None:
+        """Senders and receivers; see `topology`. Made once for each version of the trace."""
+        asked = (self.version, workers, names)
+        if self._topology[0] != asked:
+            self._topology = asked, topology(self.events, workers, names)
+        return self._topology[1]
 
     def look(self) -> bool:
         """Read a trace that has changed; True if there is one now that was not there before."""
-        version = _version(self._path)
-        if version == self._version:
+        whole, tails = _version(self._path), _newest(self._folder)
+        self.goes_on = bool(tails) and (not isinstance(whole, tuple) or max(tails.values()) > whole[0])
+        version = tuple(tails.items()) if self.goes_on else whole
+        if version == self.version:
             return False
-        self._version = version
+        self.version = version
         try:
-            self.events = [] if version is None else read_events(self._path)[0]
+            whole_events = [] if version is None or self.goes_on else read_events(self._path)[0]
         except (ValueError, OSError):
-            self.events = []  # it is being written, or is not a run's
+            whole_events = []  # it is being written, or is not a run's
+        self.events = in_common(_read(tails)) if self.goes_on else whole_events
+        self.timeline = timeline(self.events)
         return True
+
+
+def in_common(tails: Sequence[Sequence[Event]]) -> list[Event]:
+    """The events of all ranks in the time that all tails tell of; where there is none, all events."""
+    told = [tail for tail in tails if tail]
+    begin_s = max((min(event.start_s for event in tail) for tail in told), default=0.0)
+    end_s = min((max(event.end_s for event in tail) for tail in told), default=0.0)
+    inside = [event for tail in told for event in tail if event.start_s >= begin_s and event.end_s <= end_s]
+    return inside or [event for tail in told for event in tail]
+
+
+def _newest(run: Place) -> dict[Path, int]:
+    """The tails of ranks that go on, with the times of their writing in nanoseconds. None of a run that has ended."""
+    folder = run / TAILS
+    if isinstance(folder, UrlPath) or not is_folder(folder) or _has_ended(run):
+        return {}
+    found = dict[Path, int]()
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder))[: 2 * MOST_TAILS]:
+            if TAIL.fullmatch(name):
+                found[folder / name] = (folder / name).lstat().st_mtime_ns
+    newest = max(found.values(), default=0)
+    return {path: at for path, at in found.items() if newest - at < 3e9 * EVERY_S}  # an earlier rank is left out
+
+
+def _has_ended(run: Place) -> bool:
+    """True if the last run in the folder has a result: a process that goes on does not count any more."""
+    result, metrics = _version(run / RESULT), _version(run / METRICS)
+    return isinstance(result, tuple) and (not isinstance(metrics, tuple) or result[0] >= metrics[0])
+
+
+def _read(tails: Iterable[Path]) -> list[list[Event]]:
+    found = list[list[Event]]()
+    for path in tails:
+        with suppress(ValueError, OSError, RecursionError):
+            found.append(read_tail(path))
+    return found
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any] | None:
@@ -103,6 +162,7 @@ def topology(events: Sequence[Event], workers: int, names: dict[int, str]) -> di
         "edges": [[source, target, count] for (source, target), count in kept],
         "together": [[op, count] for op, count in together.most_common()],
         "left_out": len(ranks) - len(nodes),
+        "seconds": max(event.end_s for event in events) - min(event.start_s for event in events),
     }
 
 

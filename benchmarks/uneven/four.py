@@ -1,0 +1,88 @@
+"""Batches by speed on four real workers of speeds 1, 1, 1 and 1/2.
+
+`python benchmarks/uneven/four.py` prints milliseconds a step with equal parts and with balance="speed", in turns, and
+work / Σ speed, the least that any parts allow. A sample takes a sleep, because four ranks that compute need four cores:
+so all other costs of a step (dealing, hooks, the exchange, its ranks' scheduling) are there, and computing is exact.
+Steps are timed from step 40 on, when parts have settled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.engines.local_engine import launch
+from polytempo.engines.processes.worker import RankInfo
+
+FIRST, BATCH, FEATURES = 40, 32, 64
+SPEEDS = (1.0, 1.0, 1.0, 0.5)
+
+
+class Sleeper(nn.Module):
+    """A small network; a sample takes `sample_s`."""
+
+    def __init__(self, sample_s: float) -> None:
+        super().__init__()
+        self.sample_s = sample_s
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.sample_s * len(x))
+        answer: Tensor = self.layers(x)
+        return answer
+
+
+def seconds_a_step(rank: int, balance: Literal["equal", "speed"], sample_s: float, steps: int) -> tuple[float, int]:
+    """The median over settled steps, and the samples of this rank's batch at the end."""
+    torch.manual_seed(0)
+    model = Sleeper(sample_s / SPEEDS[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = pt.attach(model, optimizer, pt.strategies.sync_sgd())
+    x = torch.randn(len(SPEEDS) * BATCH * steps, FEATURES)
+    seconds, samples, begin_s = [], [], time.perf_counter()
+    for batch in pt.shard(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH, balance=balance):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin_s)
+        samples.append(len(batch[0]))
+        begin_s = time.perf_counter()
+    handle.detach()
+    return statistics.median(seconds[FIRST:]), samples[-1]
+
+
+def measured(sample_s: float, steps: int, turns: int) -> list[list[tuple[float, int]]]:
+    """Results of each rank, with both ways of dealing in turns."""
+
+    def work(_: RankInfo) -> list[tuple[float, int]]:
+        rank = pt.init(quiet=True).rank
+        return [seconds_a_step(rank, balance, sample_s, steps) for _ in range(turns) for balance in ("equal", "speed")]
+
+    return launch(work, len(SPEEDS), threads=1)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ms", type=float, default=4.0, help="milliseconds a sample takes at speed 1")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--turns", type=int, default=3)
+    asked = parser.parse_args()
+    found = measured(asked.ms / 1e3, asked.steps, asked.turns)
+    least = len(SPEEDS) * BATCH * asked.ms / sum(SPEEDS)
+    print(f"work / sum of speeds: {least:.1f} ms; equal parts: {BATCH * asked.ms / min(SPEEDS):.1f} ms")
+    for turn, of_ranks in enumerate(zip(*found, strict=True)):
+        parts = ", ".join(str(samples) for _, samples in of_ranks)
+        step = 1e3 * max(seconds for seconds, _ in of_ranks)
+        print(f"{('equal', 'speed')[turn % 2]}  {step:6.1f} ms a step, {step / least:.3f} x the least; parts {parts}")
+
+
+if __name__ == "__main__":
+    main()
