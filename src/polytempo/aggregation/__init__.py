@@ -11,7 +11,7 @@ from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov, quasi
 from polytempo.aggregation.outer_optimizers import adam, delayed_nesterov, schedule_free
 from polytempo.aggregation.peer_models import peer_models
 from polytempo.aggregation.rare_variance import rare_variance
-from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean, vote
+from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, nearest_to_median, trimmed_mean, vote
 from polytempo.core.arithmetic.merge import Merge
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "mix_anchors",
     "moving_average",
     "multi_krum",
+    "nearest_to_median",
     "nesterov",
     "orthogonal_momentum",
     "peer_models",

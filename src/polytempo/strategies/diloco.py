@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import from_anchor, mean, nesterov
-from polytempo.compression import through
+from polytempo.aggregation import Merge, from_anchor, mean, merged, nesterov
+from polytempo.compression import all_gather, reduce_scatter, through
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.codec import check_codec
+from polytempo.core.cost import route_name
 from polytempo.synchronization import PeriodRule, every
 
 
@@ -17,6 +19,7 @@ def diloco(
     route: Route | WireRoute = native,
     codec: Codec | None = None,
     outer_optimizer: Transform | None = None,
+    merge: Merge | None = None,
 ) -> Strategy:
     """Take the workers' mean movement in `period` local steps as the gradient of a Nesterov step.
 
@@ -28,6 +31,7 @@ def diloco(
 
     `outer_optimizer` makes another step of Δ than Nesterov's: `adam()`, `schedule_free()`, `delayed_nesterov()`,
     `heavy_ball()` or `nesterov()` of `polytempo.aggregation`, or a transform of your own. It has a rate of its own.
+    `merge` is as in `local_sgd`.
 
     In an elastic run a round ends immediately where a worker is lost: the outer step is made of the others' movement,
     and the lost worker's samples since the last one are dealt again. Newcomers get the anchor and the outer momentum,
@@ -41,7 +45,7 @@ def diloco(
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
     outer = outer_step(outer_lr, outer_momentum, outer_optimizer)
-    meet = chain(mean_movement(route, codec), outer)
+    meet = chain(mean_movement(route, codec, merge), outer)
     return Strategy(
         call_name(diloco, locals()),
         parameters=every(period, from_anchor(meet)),
@@ -61,14 +65,19 @@ def outer_step(lr: float, momentum: float, optimizer: Transform | None) -> Trans
     return optimizer
 
 
-def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:
-    """The mean of the workers' movement, by `codec` if there is one; `native` then suits the codec."""
+def mean_movement(route: Route | WireRoute, codec: Codec | None, merge: Merge | None = None) -> Transform:
+    """The mean or the `merge` of the workers' movement, by `codec` if there is one; `native` then suits the codec.
+
+    `Incompatible` (PT1730) for a merge and a route of sums.
+    """
+    if merge is not None and route not in ((native,) if codec is None else (native, all_gather, reduce_scatter)):
+        refuse({"merge", "route"}, merge=route_name(merge), route=route_name(route))
     if codec is None:
-        return mean(route)  # type: ignore[arg-type]
+        return mean(route) if merge is None else merged(merge)  # type: ignore[arg-type]
     check_codec(codec)
     if codec.facts.memory == "own":
         raise ValueError(
             f"{codec.facts.name} adds momentum to gradients, and a worker's movement has its optimizer's already; use "
             "codec=feedback(top_k(…))"
         )
-    return through(codec, route=None if route is native else route)
+    return through(codec, merge, None if route is native else route)

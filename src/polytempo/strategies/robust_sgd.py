@@ -9,7 +9,7 @@ from polytempo.core import Strategy, call_name
 def robust_sgd(merge: Merge = median) -> Strategy:
     """Merge gradients by a rule that outvotes wrong workers, such as `median` or `krum(wrong)`.
 
-    The others are `trimmed_mean(cut)`, `multi_krum(wrong)` and `bulyan(wrong)`.
+    The others are `trimmed_mean(cut)`, `multi_krum(wrong)`, `nearest_to_median(wrong)` and `bulyan(wrong)`.
     Every worker gathers all gradients and applies the same rule, so no server has to be trusted. Running statistics
     (batch norm) are merged by the same rule.
 
@@ -19,4 +19,4 @@ def robust_sgd(merge: Merge = median) -> Strategy:
     distributed learning: towards optimal statistical rates", 2018; E. M. El Mhamdi, R. Guerraoui and S. Rouault, "The
     hidden vulnerability of distributed learning in Byzantium", 2018.
     """
-    return Strategy(call_name(robust_sgd, locals()), gradients=merged(merge))
+    return Strategy(call_name(robust_sgd, locals(), brief=()), gradients=merged(merge))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import from_anchor
+from polytempo.aggregation import Merge, from_anchor
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.strategies.diloco import mean_movement, outer_step
@@ -21,6 +21,7 @@ def streaming_diloco(
     route: Route | WireRoute = native,
     codec: Codec | None = None,
     outer_optimizer: Transform | None = None,
+    merge: Merge | None = None,
 ) -> Strategy:
     """DiLoCo by fragments: each meets once in `period` steps, at a step of its own, and its answer comes later.
 
@@ -35,8 +36,9 @@ def streaming_diloco(
     about equally large; the inner optimizers keep their state. With P = 1, τ = 0 and a = 0 it is `diloco`; with a = 1
     no worker hears of others.
 
-    With a `codec` each worker's movement is encoded; see `local_sgd`. `outer_optimizer` is as in `diloco`. Elastic runs
-    refuse it: fragments' exchanges are under way when a step ends.
+    With a `codec` each worker's movement is encoded; see `local_sgd`. `outer_optimizer` is as in `diloco`, and
+    `merge` as in `local_sgd`, for each fragment's movements. Elastic runs refuse it: fragments' exchanges are under way
+    when a step ends.
 
     Cost: the bytes of `diloco` in H steps, at most one fragment's at a time: the peak is 1/P. Memory for φ, v, and the
     answers on their way. ValueError for τ ≥ H, and for P > H.
@@ -49,7 +51,7 @@ def streaming_diloco(
     outer = outer_step(outer_lr, outer_momentum, outer_optimizer)
 
     def fragment(p: int, first: int) -> Transform:
-        meet = from_anchor(chain(mean_movement(route, codec), outer))
+        meet = from_anchor(chain(mean_movement(route, codec, merge), outer))
         if delay != 0:
             return behind(delay, meet, period, first, blend, p, fragments)
         return every(period, meet if blend == "keep" else blended(blend, meet), first)

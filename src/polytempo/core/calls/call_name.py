@@ -10,7 +10,7 @@ from functools import lru_cache
 from polytempo.core.codec import Codec
 from polytempo.core.transform import Transform
 
-BRIEF = ("codec", "pull_codec", "hierarchical", "outer_optimizer")
+BRIEF = ("codec", "pull_codec", "hierarchical", "outer_optimizer", "merge")
 """Arguments that most strategies' names leave out where they have their defaults."""
 
 

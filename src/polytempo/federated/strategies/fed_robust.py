@@ -39,7 +39,7 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
         refuse({"robust rounds", "weighed clients"}, strategy=inner)
     return replace(
         inner,
-        name=call_name(fed_robust, {"inner": inner, "merge": merge}),
+        name=call_name(fed_robust, {"inner": inner, "merge": merge}, brief=()),
         gradients=identity(),
         meeting=replace(rounds, merge=merge),
     )
