@@ -15,7 +15,7 @@ CHAPTERS = {
     "PT14": "16-bit parameters",
     "PT15": "Noise scale and batches",
     "PT16": "Averages of weights, drift, threads",
-    "PT17": "Strategies inside strategies",
+    "PT17": "Strategies inside strategies, merges",
     "PT18": "Map and reduce",
     "PT19": "Devices",
     "PT20": "Starts from other runs",

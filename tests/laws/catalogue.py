@@ -81,6 +81,13 @@ ROWS = [
         alone="outer_schedule_free",
         meets=lambda step: step % 2 == 0,
     ),
+    Row("local_sgd", lambda: s.local_sgd(4, merge=aggregation.median), meets=lambda step: step % 4 == 0),
+    Row(
+        "diloco",
+        lambda: s.diloco(5, merge=aggregation.nearest_to_median(0)),
+        alone="diloco",
+        meets=lambda step: step % 5 == 0,
+    ),
     Row(
         "local_sgd",
         lambda: s.local_sgd(growing(1, 4, 2)),
@@ -122,6 +129,7 @@ ROWS = [
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.nearest_to_median(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
     Row(
         "streaming_diloco",

@@ -86,6 +86,7 @@ PLAIN = [
     strategies.adasum(),
     strategies.adasum(of="updates"),
     strategies.robust_sgd(),
+    strategies.diloco(period=4, merge=aggregation.nearest_to_median(1)),
 ]
 """Strategies that send whole parameters or gradients unencoded."""
 
@@ -116,6 +117,7 @@ def test_gossip_mixes_statistics_by_its_matrix() -> None:
         (strategies.adasum(of="updates"), lambda rows: rows.mean(0)),
         (strategies.local_sgd(period=1), lambda rows: rows.mean(0)),
         (strategies.robust_sgd(), lambda rows: aggregation.median(list(rows))),
+        (strategies.local_sgd(period=1, merge=aggregation.median), lambda rows: aggregation.median(list(rows))),
     ],
     ids=lambda value: str(value) if isinstance(value, Strategy) else "",
 )

@@ -248,7 +248,7 @@ def test_ranks_meet_after_different_numbers_of_steps(row: Row) -> None:
         "sparse_loco",
         "noloco",
         "quasi_global_momentum",
-    ):  # these go further than the mean, or not so far
+    ) and "merge=median" not in str(row.make()):  # these go further than the mean, or not so far
         rounded = "codec" in str(row.make())
         expected = torch.stack(before).mean(0)
         torch.testing.assert_close(torch.stack(after).mean(0), expected, rtol=0, atol=1e-2 if rounded else 1e-12)

@@ -34,6 +34,7 @@ MORE = [
     Row("a way of wires", lambda: s.top_k_sgd(0.1, route=c.reduce_scatter)),
     Row("a codec by a route", lambda: s.local_sgd(2, route=collectives.star, codec=c.bf16())),
     Row("a merge of codes", lambda: Strategy("own", c.through(c.int8(), aggregation.median))),
+    Row("a merge of codes", lambda: s.diloco(3, codec=c.feedback(c.int8()), merge=aggregation.nearest_to_median(0))),
     Row("entropy", lambda: Strategy("own", c.through(c.feedback(c.top_k(0.1, entropy=True))))),
     Row("two exchanges", lambda: Strategy("own", aggregation.mean(), aggregation.mean(collectives.halving_doubling))),
     Row("islands", lambda: s.islands(s.top_k_sgd(0.1), s.local_sgd(2, codec=c.feedback(c.top_k(0.1))))),

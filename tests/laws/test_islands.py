@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo import collectives
+from polytempo import aggregation, collectives
 from polytempo import compression as c
 from polytempo import strategies as s
 from polytempo.cluster import Cluster, Link
@@ -23,6 +23,7 @@ OUTER = {
     "local": s.local_sgd(period=2, route=collectives.ring),
     "encoded": s.diloco(period=2, codec=c.feedback(c.top_k(0.5))),
     "gossip": s.gossip(period=2),
+    "merged": s.diloco(period=3, merge=aggregation.median),
     "slowmo": s.slowmo(period=3, route=collectives.star),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import Merge
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import (
     Bundle,
@@ -24,7 +23,7 @@ from polytempo.strategies.diloco import mean_movement
 from polytempo.synchronization import delayed
 
 
-def acco(route: Route | WireRoute = native, codec: Codec | None = None, merge: Merge | None = None) -> Strategy:
+def acco(route: Route | WireRoute = native, codec: Codec | None = None) -> Strategy:
     """Exchange a step's gradients during the next step, and make one update of the gradients of two steps.
 
         step      gradients     meanwhile arrives    the optimizer's step (θ, with its state s)
@@ -41,7 +40,7 @@ def acco(route: Route | WireRoute = native, codec: Codec | None = None, merge: M
     parameter groups, of some optimizers that are not torch's, do not. After an even number of steps the model is an
     estimate, by the first half of an update, and parameters that a loop changes there return with it; `load_state_dict`
     is kept. With a `codec`, the workers' gradients are encoded: write `codec=feedback(top_k(0.1))`. `route` is as in
-    `local_sgd`, and `merge` as in `robust_sgd`.
+    `local_sgd`.
 
     Elastic runs refuse it: an exchange is under way when a step ends. Within `slowmo`, `islands` and `codistillation`
     it is refused, because their changes between steps would be undone; so is LBFGS.
@@ -54,9 +53,7 @@ def acco(route: Route | WireRoute = native, codec: Codec | None = None, merge: M
     count the same, where workers there compute gradients until an exchange is over and all count by their number; each
     worker has the whole optimizer, which is divided there; a schedule goes on in both halves.
     """
-    return Strategy(
-        call_name(acco, locals()), gradients=chain(delayed(1, mean_movement(route, codec, merge)), _halves())
-    )
+    return Strategy(call_name(acco, locals()), gradients=chain(delayed(1, mean_movement(route, codec)), _halves()))
 
 
 def _halves() -> Transform:
