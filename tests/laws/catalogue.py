@@ -89,6 +89,12 @@ ROWS = [
         meets=lambda step: step % 5 == 0,
     ),
     Row(
+        "diloco",
+        lambda: s.diloco(5, merge=aggregation.centered_clip(100.0)),
+        alone="diloco",
+        meets=lambda step: step % 5 == 0,
+    ),
+    Row(
         "local_sgd",
         lambda: s.local_sgd(growing(1, 4, 2)),
         meets=lambda step: step in {1, 2, 4, 6} or (step >= 10 and step % 4 == 2),
@@ -131,6 +137,13 @@ ROWS = [
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.nearest_to_median(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.centered_clip(0.5, 2)), meets=lambda step: True),
+    Row(
+        "robust_sgd",
+        lambda: s.robust_sgd(aggregation.centered_clip(), momentum=0.9),
+        alone="signum",
+        meets=lambda step: True,
+    ),
     Row(
         "streaming_diloco",
         lambda: s.streaming_diloco(period=5, fragments=1, delay=0, blend=0.0),

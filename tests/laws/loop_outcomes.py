@@ -32,11 +32,12 @@ NOT_LINEAR |= {"demo", "dion", "distributed_lion", "distributed_muon", "islands"
 ONCE = "put no_sync() around all backward passes of a step but the last"
 STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
 SIGNUM = "sign_sgd(feedback=False, exact_below=0, momentum=0.9)"
+CLIPPED = "robust_sgd(merge=centered_clip(tau=10.0, iterations=1), momentum=0.9)"
 NO_MEAN = "use parameter_averaging(optimizer_state=False)"
 ONE_GRADIENT = "use an optimizer that makes a step of one gradient"
 ALOUD = (
     *("acco", "delayed_sgd", "demo", "dion", "distributed_lion", "distributed_muon", "one_bit_adam", "zero_one_adam"),
-    SIGNUM,
+    *(SIGNUM, CLIPPED),
 )
 """They change a gradient on one rank, too."""
 REFUSED: dict[tuple[str, int], dict[str, str]] = {

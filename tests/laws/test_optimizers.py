@@ -142,6 +142,15 @@ def sign_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
     return end_of(optimized, [(0.01, 0.01 * ((vote > 0) - (vote < 0))) for vote in votes])
 
 
+def robust_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
+    """Equal gradients are their merge; centered_clip(0.5, 2) comes up to them by 1 a step."""
+    if "momentum=0.9" in label(row):
+        return end_of(optimized, [(SLOPE * (1 - 0.9**step), 0.0) for step in range(1, STEPS + 1)])
+    if workers > 1 and "tau=0.5" in label(row):
+        return end_of(optimized, [(min(SLOPE, float(step)), 0.0) for step in range(1, STEPS + 1)])
+    return plain(row, optimized, workers)
+
+
 def plain(row: Row, optimized: Optimized, workers: int) -> Tensor:
     """Each step is one of plain torch."""
     return end_of(optimized, [PLAIN] * STEPS)
@@ -198,6 +207,7 @@ INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
     "noloco": slowmo,
     "one_bit_adam": one_bit_adam,
     "quasi_global_momentum": quasi_global_momentum,
+    "robust_sgd": robust_sgd,
     "sign_sgd": sign_sgd,
     "slowmo": slowmo,
     "streaming_diloco": streaming_diloco,

@@ -42,6 +42,7 @@ LEFT_OUT = {
     "decoupled_diloco": {"delay", "grace_s", "momentum_every"},
     "gossip": {"overlap"},
     "halos": {"delay"},
+    "robust_sgd": {"momentum"},
     "sign_sgd": {"momentum", "scale"},
 }
 """Later arguments with defaults that leave the strategy's name unchanged."""
@@ -74,6 +75,7 @@ def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
         "robust_sgd(merge=trimmed_mean(cut=2))",
         "robust_sgd(merge=krum)",
         "robust_sgd(merge=nearest_to_median(wrong=2))",
+        "robust_sgd(merge=centered_clip(tau=2.0), momentum=0.9)",
         "local_sgd(merge=median)",
         "robust_sgd(merge=vote)",
         "one_bit_sgd(route=all_gather)",

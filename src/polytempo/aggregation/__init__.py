@@ -1,6 +1,7 @@
 """Merges of the ranks' updates: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
 
 from polytempo.aggregation.adasum import adaptive_sum, adasum
+from polytempo.aggregation.centered_clip import centered_clip
 from polytempo.aggregation.directions import frozen_adam, orthogonal_momentum, signs
 from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, random_targets, ring_graph
 from polytempo.aggregation.low_rank import low_rank
@@ -21,6 +22,7 @@ __all__ = [
     "adaptive_sum",
     "adasum",
     "bulyan",
+    "centered_clip",
     "complete",
     "delayed_nesterov",
     "exponential_graph",

@@ -6,14 +6,15 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Exchange, Port, Promise, State, Transform, call_name, stateless
-from polytempo.core.arithmetic.merge import Merge, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
 from polytempo.core.cost import gathered, num_bytes, route_name
 
 
@@ -22,9 +23,12 @@ def merged(merge: Merge) -> Transform:
     ones.
 
     Running statistics are merged alike, so that a wrong rank steers them no more than the gradients.
+    A merge that begins at its last answer has a state, and statistics are merged by the median beside it.
     Cost: (N-1)·K bytes sent and N·K held by each rank.
     """
     check_merge(merge)
+    if begins_at_last(merge):
+        return _from_last(merge)
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         return bundle.with_flat(merge(await port.all_gather(bundle.flat)))
@@ -33,10 +37,38 @@ def merged(merge: Merge) -> Transform:
         return await apply(port, bundle)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        return Cost((Exchange(f"merged({route_name(merge)})", gathered(num_bytes(parameters), num_ranks)),))
+        return _gathering(merge, parameters, num_ranks)
 
     promises = Promise.SEPARABLE if getattr(merge, "coordinate_wise", True) else Promise(0)
     return stateless(apply, promises=promises, cost=cost, beside=beside)
+
+
+class LastAnswer(NamedTuple):
+    """A merge's last answer."""
+
+    last: Bundle
+
+
+def _from_last(merge: Callable[[Sequence[Tensor], Tensor], Tensor]) -> Transform:
+    """`merged` with a merge that begins at its last answer."""
+
+    def init(parameters: Bundle) -> LastAnswer:
+        return LastAnswer(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
+
+    async def apply(port: Port, bundle: Bundle, state: LastAnswer) -> tuple[Bundle | None, LastAnswer]:
+        if port.size == 1:
+            return bundle, state
+        answer = bundle.with_flat(merge(await port.all_gather(bundle.flat), state.last.flat))
+        return answer, LastAnswer(answer.copy())
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return _gathering(merge, parameters, num_ranks).remembering(num_bytes(parameters))
+
+    return Transform(init, apply, Promise.IDLE_ALONE, cost, merged(median).beside)
+
+
+def _gathering(merge: Callable[..., Tensor], parameters: Bundle, num_ranks: int) -> Cost:
+    return Cost((Exchange(f"merged({route_name(merge)})", gathered(num_bytes(parameters), num_ranks)),))
 
 
 def median(buffers: Sequence[Tensor]) -> Tensor:

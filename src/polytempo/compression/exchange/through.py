@@ -22,7 +22,8 @@ from polytempo.core import (
     averaging,
     native,
 )
-from polytempo.core.arithmetic.merge import Merge, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.codec import check_codec
 from polytempo.core.cost import Reason, gathered, route_name
@@ -54,12 +55,14 @@ def through(
     With `feedback` and the mean, the inputs are the answers plus the residuals. With a `merge` that holds for each
     rank's own wires only: a vote or a median is not a sum, and its rest is not in any rank's residual.
 
-    With one rank nothing is encoded. Raises ValueError for an impossible combination, TypeError for another thing than
-    a codec or route.
+    With one rank nothing is encoded. Raises ValueError for an impossible combination (`Incompatible`, PT2803, for a
+    merge that begins at its last answer), TypeError for another thing than a codec or route.
     """
     check_codec(codec)
     if merge is not None:
         check_merge(merge)
+        if begins_at_last(merge):
+            refuse({"merge with memory", "codec"}, merge=route_name(merge), codec=codec.facts.name)
     check_whole(exact_below=exact_below)
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")

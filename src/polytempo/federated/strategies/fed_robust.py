@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polytempo.aggregation import median
 from polytempo.core import Strategy, call_name, identity
-from polytempo.core.arithmetic.merge import Merge, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
 from polytempo.core.calls.refusals import refuse
 from polytempo.federated.rounds import by_samples, rounds_of
 from polytempo.federated.strategies.fed_avg import fed_avg
@@ -21,7 +21,8 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
     wrong one could give a wrong number of samples. Clients' own tensors, proximal terms and codecs are as in `inner`.
 
     Errors: `Incompatible` (PT2511) for an inner strategy that weighs clients otherwise, or that adds control variates:
-    a wrong client would steer these sums. ValueError in the first round where `merge` needs more clients.
+    a wrong client would steer these sums; (PT2544) for a merge that begins at its last answer. ValueError in the first
+    round where `merge` needs more clients.
 
     Cost: every worker receives the movements of all clients: cohort models of memory.
 
@@ -32,6 +33,8 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
     inner = fed_avg() if inner is None else inner
     rounds = rounds_of(inner, "fed_robust")
     check_merge(merge)
+    if begins_at_last(merge):
+        refuse({"robust rounds", "merge with memory"}, merge=getattr(merge, "__name__", merge))
     local = rounds.local
     if rounds.secure is not None:
         refuse({"secure sum", "single movements"}, strategy=inner, reason="a merge compares single movements")

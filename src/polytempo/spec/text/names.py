@@ -23,7 +23,7 @@ NO_CODECS = frozenset({"all_gather", "delta", "moved_through", "recv", "reduce_s
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
 _OUTER_OPTIMIZERS = ("nesterov", "heavy_ball", "adam", "schedule_free", "delayed_nesterov")
-_MERGES = ("trimmed_mean", "krum", "multi_krum", "nearest_to_median", "bulyan")
+_MERGES = ("trimmed_mean", "krum", "multi_krum", "nearest_to_median", "bulyan", "centered_clip")
 _PERIOD_RULES = ("growing", "by_rate", "by_time", "by_loss", "by_variance")
 _WIRE_ROUTES = ("all_gather", "reduce_scatter")
 SCHEDULED = {
