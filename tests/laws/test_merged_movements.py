@@ -1,4 +1,4 @@
-"""Laws of merges in the place of the mean of the workers' movements, and of the choice of those that agree."""
+"""Laws of merges in the place of the mean of the workers' movements, and of the choice of workers that agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def against(liars: int, lie: Callable[[Tensor], Tensor], merge: Merge) -> Merge:
-    """`merge`, where the last ranks lie."""
+    """`merge`, where the last ranks are wrong."""
 
     def told(buffers: Sequence[Tensor]) -> Tensor:
         honest = len(buffers) - liars
@@ -99,7 +99,7 @@ def test_a_merge_is_a_part_of_the_name_and_can_be_typed() -> None:
 def test_movements_of_wrong_ranks_are_left_out(
     lie: Callable[[Tensor], Tensor], num_ranks: int, wrong: int, all_kept: bool
 ) -> None:
-    """Right movements have a common part, as those of workers that learn the same."""
+    """Right movements have a common part, for workers learn the same."""
     rows = [1.0 + 0.2 * row for row in normal(num_ranks, 20)]
     kept = num_ranks - wrong if all_kept else 1
     found = against(wrong, lie, nearest_to_median(wrong, None if all_kept else kept))(rows)
@@ -115,7 +115,7 @@ def test_movements_of_wrong_ranks_are_left_out(
 def test_any_lie_leaves_the_answer_as_near_to_the_median_as_a_right_rank(
     wrong: int, more: int, power: float, seed: int
 ) -> None:
-    """A lie that is kept is nearer than a right movement that is not."""
+    """A wrong movement that is kept is nearer than a right one that is left out."""
     random = torch.Generator().manual_seed(seed)
     right = torch.randn(wrong + more, 7, dtype=torch.float64, generator=random)
     lies = 10**power * torch.randn(wrong, 7, dtype=torch.float64, generator=random)

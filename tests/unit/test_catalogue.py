@@ -148,7 +148,8 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "reduce_scatter",
     ]
     assert len(first) == len(named) + 3 + 1  # three headings, the last lines
-    assert "local_sgd(period: int | PeriodRule = 8, route: Route | WireRoute = native, codec: Codec = none, " in first
+    merging = "codec: Codec = none, merge: Merge = none)"
+    assert f"local_sgd(period: int | PeriodRule = 8, route: Route | WireRoute = native, {merging}" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
     assert lines[-2].startswith("route=… takes wire routes in acco, bf16_sgd, diloco, ")  # in two lines

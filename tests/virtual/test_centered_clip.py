@@ -64,7 +64,7 @@ def test_with_an_endless_radius_it_is_the_mean(optimizer: str) -> None:
 def test_wrong_ranks_move_it_by_a_part_of_the_radius(
     wrong: int, right: int, power: float, iterations: int, seed: int
 ) -> None:
-    """Ranks without numbers add nothing; no lie is further from that than f τ / n in each iteration."""
+    """Ranks without numbers add nothing, and others at most f τ / n in each iteration."""
     random, tau = torch.Generator().manual_seed(seed), 0.7
     honest = list(torch.randn(right, 5, dtype=torch.float64, generator=random))
     lies = list(10**power * torch.randn(wrong, 5, dtype=torch.float64, generator=random))

@@ -15,9 +15,9 @@ from polytempo.core.arithmetic.merge import Merge
 def centered_clip(tau: float = 10.0, iterations: int = 1) -> Merge:
     """c ← c + (1/N) Σᵢ min(1, τ / ‖xᵢ - c‖) (xᵢ - c), `iterations` times from the last answer c; 0 at first.
 
-    So f wrong ranks of N move the answer by f τ / N in an iteration at most, whatever they send; one with infinities or
-    NaN moves it by nothing. τ = inf is the mean. A small τ needs many steps, or iterations, to follow the right ranks:
-    take their distance from each other, and let them send momenta, whose distances are smaller:
+    So f wrong ranks of N move the answer by f τ / N in an iteration at most; a rank with infinities or NaN moves it by
+    nothing. τ = inf is the mean. A small τ needs many steps, or iterations, to follow the right ranks: take their
+    distance from each other. Momenta are nearer to each other than gradients, so let ranks send these:
     `robust_sgd(centered_clip(tau), momentum=0.9)`.
 
     It remembers c, so it is a merge of `merged`, and neither of codes nor of rounds of clients. Running statistics are

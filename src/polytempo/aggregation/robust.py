@@ -49,7 +49,7 @@ class LastAnswer(NamedTuple):
     last: Bundle
 
 
-def _from_last(merge: Callable[[Sequence[Tensor], Tensor], Tensor]) -> Transform:
+def _from_last(merge: Callable[..., Tensor]) -> Transform:
     """`merged` with a merge that begins at its last answer."""
 
     def init(parameters: Bundle) -> LastAnswer:
@@ -140,11 +140,10 @@ def nearest_to_median(wrong: int = 1, kept: int | None = None) -> Merge:
     """The mean of the `kept` whole buffers that are nearest to the `median` of all; without `kept` of N - wrong.
 
     A rank's score is ‖xᵢ - median(x)‖; of equal ones the lowest rank counts. Holds against `wrong` wrong ranks; needs
-    N ≥ 2·wrong + 1, and kept ≤ N - wrong. Then the answer is no further from the median than the furthest right buffer,
-    and the median of each coordinate is among the right ones. wrong=0 is the mean. It suits movements of a whole round,
-    whose lengths agree; a rank with other data may be left out for good.
-    Source: our rule. It is the "mean around the median" of C. Xie, O. Koyejo and I. Gupta, "Generalized
-    Byzantine-tolerant SGD", 2018, for whole buffers in the place of coordinates.
+    N ≥ 2·wrong + 1, and kept ≤ N - wrong. Then the answer is as near to the median as the furthest right buffer, or
+    nearer, and the median of each coordinate is among the right ones. wrong=0 is the mean. It suits movements of a
+    whole round, because their lengths agree; a rank with other data may be left out for good.
+    The rule is ours: of the same kind as `multi_krum`, with fewer ranks for as many wrong ones.
     """
     _check_wrong(wrong)
     _check_kept(kept, "nearest_to_median")

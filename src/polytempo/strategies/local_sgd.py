@@ -26,9 +26,9 @@ def local_sgd(
 
     `merge` makes one movement of all workers' movements in the place of their mean: θ ← θ_last - merge(θ_last - θ₁, …).
     It is one of `polytempo.aggregation`, as for `robust_sgd`, or a function of your own. `nearest_to_median(wrong)`
-    takes the mean of those that agree the most, and suits whole movements. Workers then count the same, and sums by a
-    `route` are refused (PT1730). Running statistics are merged alike. Models between meetings are averaged for scores
-    as always, wrong ones too: let a run end with a meeting.
+    takes the mean of the workers that agree the most, and suits whole movements. Workers then count the same, and sums
+    by a `route` are refused (PT1730). Running statistics are merged alike. Models between meetings are averaged for
+    scores as always, wrong ones too: let a run end with a meeting.
 
     In an elastic run a round ends immediately where a worker is lost: the others average their models; the lost
     worker's steps since the last average are lost, and their samples are dealt again. Newcomers get the average.

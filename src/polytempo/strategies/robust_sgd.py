@@ -15,8 +15,8 @@ def robust_sgd(merge: Merge = median, momentum: float = 0.0) -> Strategy:
     (batch norm) are merged by the same rule.
 
     With `momentum` β each worker sends its own average mᵢ ← β mᵢ + (1 - β) gᵢ, and the optimizer steps by the merged
-    ones. Averages of right workers differ less than their gradients, by √((1 - β) / (1 + β)), so a wrong one that hides
-    in their spread moves the answer less; without it a small constant error is never outvoted. An optimizer with
+    ones. Averages of right workers differ less than their gradients, by √((1 - β) / (1 + β)), so a wrong worker
+    within their spread moves the answer less; without it a small constant error is never outvoted. An optimizer with
     momentum then applies two.
 
     Cost: (N-1)·K bytes and N·K of memory per worker, with momentum K more. The median of few workers is

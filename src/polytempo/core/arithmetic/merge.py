@@ -11,9 +11,9 @@ from polytempo.core.transform import Transform
 Merge = Callable[[Sequence[Tensor]], Tensor]
 """All ranks' flat buffers, each (numel,), in the order of ranks, to one.
 
-A merge that looks at more than one coordinate at a time says so: `merge.coordinate_wise = False`. One that begins at
-its last answer says `merge.from_last = True`, and is called with that answer, too: `merge(buffers, last)`, with zeros
-at first; `aggregation.merged` remembers it.
+A merge that looks at more than one coordinate at a time says so: `merge.coordinate_wise = False`. A merge that
+begins at its last answer says `merge.from_last = True`, and is called with that answer, too: `merge(buffers, last)`,
+with zeros at first; `aggregation.merged` remembers it.
 """
 
 
