@@ -13,7 +13,9 @@ from polytempo import strategies as s
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives.islands import islands_of
 from polytempo.core import Bundle, Port, Strategy
+from polytempo.core.bundle import Observed
 from polytempo.core.state import anchors, residual_tensors
+from polytempo.synchronization import by_loss, by_rate, by_variance, growing
 from polytempo.worlds import VirtualWorld
 
 STEPS, SIZE = 7, 3000
@@ -24,6 +26,10 @@ OUTER = {
     "encoded": s.diloco(period=2, codec=c.feedback(c.top_k(0.5))),
     "gossip": s.gossip(period=2),
     "merged": s.diloco(period=3, merge=aggregation.median),
+    "growing": s.local_sgd(growing(1, 4, 1)),
+    "by loss": s.diloco(by_loss(3)),
+    "by variance": s.local_sgd(by_variance(2), route=collectives.ring),
+    "by rate": s.slowmo(by_rate(1, 0.15)),
     "slowmo": s.slowmo(period=3, route=collectives.star),
 }
 
@@ -48,6 +54,7 @@ def trained(
             merged, own[0] = await strategy.gradients.apply(port, bundle, own[0])
             assert merged is not None
             moved = Bundle({"w": theta.flat - 0.1 * merged.flat})
+            moved.observed = Observed(0.1, 1 - 20 * mine.mean())
             theta, own[1] = await strategy.parameters.apply(port, moved, own[1])
         found[port.rank], states[port.rank] = theta.flat, own
 

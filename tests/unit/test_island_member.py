@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import polytempo as pt
 from laws.harness import HOST
 from polytempo import aggregation
+from polytempo.collectives.islands import inside
 from polytempo.core import Port, Strategy
 from polytempo.data.spans import PlaceSpan
 from polytempo.synchronization import every
 from polytempo.synchronization.every import after
+from polytempo.training.elastic.elastic_state import handed_over_by_islands
 from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.island_member import IslandMember, dealt, first_islands, island_member, parts_of
 from polytempo.training.elastic.local_round import LocalRound
@@ -143,3 +146,32 @@ def test_strategies_of_islands() -> None:
     late = Strategy("late", parameters=after(4, every(3, aggregation.mean())), synchronized=False)
     with pytest.raises(ValueError, match="PT1208"):
         check_elastic(pt.strategies.islands(outer=late))
+
+
+@pytest.mark.parametrize(
+    ("leaving", "taken"),
+    [
+        ({1}, {0: 2.0}),
+        ({2}, {3: 4.0}),
+        ({0, 1}, {2: 3.0}),
+        ({0, 1, 2}, {3: 7.0}),
+        ({1, 2}, {0: 2.0, 3: 4.0}),
+        (set(), {}),
+        ({0, 1, 2, 3}, {}),
+    ],
+    ids=str,
+)
+def test_residuals_stay_in_the_island_or_in_the_run(leaving: set[int], taken: dict[int, float]) -> None:
+    """Ranks 0 and 1, and 2 and 3, are islands; rank r holds back 2^r."""
+    found: dict[int, float] = {}
+
+    async def program(port: Port) -> None:
+        mine: dict[str, torch.Tensor | None] = {"r/0": torch.tensor([2.0**port.rank]), "none/0": None}
+        island = inside(port, ((0, 1), (2, 3)))
+        given = await handed_over_by_islands(port, island, mine, leaves=port.rank in leaving)
+        if given is not None:
+            assert given.tensors.keys() == {"r/0"}
+            found[port.rank] = float(given.tensors["r/0"])
+
+    VirtualWorld(HOST, 4).run(program)
+    assert found == taken

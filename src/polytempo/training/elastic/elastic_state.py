@@ -99,3 +99,20 @@ async def handed_over(port: Port, mine: dict[str, Tensor | None], *, leaves: boo
         given = own.detach().clone() if leaves and own is not None else torch.zeros(shape, dtype=getattr(torch, dtype))
         taken[path] = await port.all_reduce(given.contiguous())
     return Saved(taken, {}) if taken and port.rank == staying[0] else None
+
+
+async def handed_over_by_islands(
+    port: Port, island: Port, mine: dict[str, Tensor | None], *, leaves: bool
+) -> Saved | None:
+    """`handed_over` within each island; residuals of an island that leaves as a whole go to the first rank that stays.
+
+    All ranks of the group call it. Cost: three texts from each rank, and the all-reduces of `handed_over`.
+    """
+    found = await handed_over(island, mine, leaves=leaves)
+    as_a_whole = all(await gather_json(island, leaves))
+    others = await handed_over(port, mine if as_a_whole else dict.fromkeys(mine), leaves=leaves)
+    if found is None or others is None:
+        return found or others
+    both = [each.tensors for each in (found, others)]
+    paths = sorted({path for tensors in both for path in tensors})
+    return Saved({path: torch.stack([t[path] for t in both if path in t]).sum(0) for path in paths}, {})

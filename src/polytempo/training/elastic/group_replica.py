@@ -18,6 +18,7 @@ from polytempo.training.elastic.elastic_state import (
     broadcast_saved,
     hand_over_model,
     handed_over,
+    handed_over_by_islands,
     residuals_by_path,
 )
 from polytempo.training.elastic.island_member import IslandMember
@@ -88,15 +89,18 @@ async def given_to_newcomers(port: Port, mine: Saved, stateful: int, island: Isl
 async def left_behind(port: Port, replica: Replica, island: IslandMember | None, *, leaves: bool) -> Saved | None:
     """This rank's residuals from ranks that leave, at a border of steps, while all are there; None: none.
 
-    With islands they stay in the island.
+    With islands they stay in the island, if a member does.
     """
     await replica.settle()
     if replica.parameters is not None:
         with replica.in_float32():
             await keep_mean(port, replica.parameters.groups(), leaves=leaves, islands=numbers_of(island, port))
     residuals = residuals_by_path(replica.states())
-    among = port if island is None else island.inside(port)
-    return await handed_over(among, residuals, leaves=leaves) if residuals else None
+    if not residuals:
+        return None
+    if island is None:
+        return await handed_over(port, residuals, leaves=leaves)
+    return await handed_over_by_islands(port, island.inside(port), residuals, leaves=leaves)
 
 
 def numbers_of(island: IslandMember | None, port: Port) -> list[int] | None:
