@@ -34,6 +34,7 @@ from polytempo.runs.programs.run_lbfgs import lbfgs as lbfgs
 from polytempo.runs.programs.run_schedule import schedule as schedule
 from polytempo.runs.run import run as run
 from polytempo.runs.simulated.simulate import simulate as simulate
+from polytempo.server.rules.staleness import gate as gate
 from polytempo.server.rules.staleness import power as power
 from polytempo.spec.explanation import explain as explain
 from polytempo.spec.job import Data as Data

@@ -11,7 +11,7 @@ from polytempo import strategies as s
 from polytempo.compression import bf16, chunk_top_k, delta, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
-from polytempo.server.rules.staleness import power
+from polytempo.server.rules.staleness import gate, power
 from polytempo.synchronization import by_time, by_variance, growing
 
 ROUTES = [
@@ -238,6 +238,13 @@ SERVED = [
         lambda: s.async_diloco(4, 0.9, 0.3, momentum_every=2, delay=2),
         alone="async_diloco",
         pushes_every=4,
+    ),
+    Row(
+        "async_diloco",
+        lambda: s.async_diloco(4, scale=gate(0.1, 4), outer_optimizer=aggregation.adam(0.1, 0.8, 0.9, 0.01)),
+        alone="async_diloco",
+        pushes_every=4,
+        drops=True,
     ),
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),

@@ -21,6 +21,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import TensorDataset
 
+from laws.definitions import OuterStep
 from plain_rules import plain_halos
 from polytempo.cluster import Cluster, Crash, Link, slow_host
 from polytempo.core import Strategy
@@ -327,8 +328,9 @@ def async_diloco_alone(
     dealt: Dealt,
     momentum_every: int = 1,
     delay: int = 0,
+    outer: OuterStep | None = None,
 ) -> float:
-    """One worker with the job's optimizer; Nesterov's step by its movement in `period` steps, and by the rest.
+    """One worker with the job's optimizer; Nesterov's step, or `outer`, by its movement in `period` steps.
 
     The worker takes in the center after `delay` steps.
     """
@@ -338,6 +340,9 @@ def async_diloco_alone(
     def push(moved: float) -> float:
         nonlocal center, velocity
         movements.append(moved)
+        if outer is not None:
+            center -= float(outer(torch.tensor(moved, dtype=torch.float64), len(movements)))
+            return center
         center -= lr * moved
         if len(movements) % momentum_every == 0:
             velocity = momentum * velocity + sum(movements[-momentum_every:])

@@ -402,13 +402,15 @@ def async_diloco(batches: Batches, period: int, name: str, setting: Setting) -> 
     """One worker; a server's Nesterov step by its movement in `period` steps, and by the rest at the end.
 
     With momentum_every=N each N-th step has the momentum; with a delay the worker goes on, and takes the server's
-    parameters in later.
+    parameters in later. With an outer Adam the step is that one's.
     """
     server = model(setting.dtype)
     lr, momentum = (float(each) for each in re.findall(r"outer_(?:lr|momentum)=([\d.]+)", name))
     late, delay = (int((re.findall(rf"{each}=(\d+)", name) or [0])[0]) for each in ("momentum_every", "delay"))
     plain = {} if late else {"momentum": momentum, "nesterov": momentum > 0}
-    outer = torch.optim.SGD(server.parameters(), lr=lr, foreach=False, **plain)
+    outer: Optimizer = torch.optim.SGD(server.parameters(), lr=lr, foreach=False, **plain)
+    if "adam(lr=0.1, beta1=0.8, beta2=0.9, eps=0.01)" in name:
+        outer = torch.optim.Adam(server.parameters(), lr=0.1, betas=(0.8, 0.9), eps=0.01, foreach=False)
     velocity, pushes = torch.zeros_like(flat(server)), 0
 
     def push(moved: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from laws.clock import (
     repeated,
     simulated,
 )
+from laws.definitions import adam_steps
 from polytempo import strategies
 from polytempo.cluster import Crash
 from polytempo.core import Strategy
@@ -101,7 +102,8 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
         elif row.alone == "async_diloco":
             lr, momentum = (0.9, 0.3) if "outer_lr=0.9" in str(strategy) else (0.7, 0.0)
             late, delay = (2 if f"{each}=2" in str(strategy) else 0 for each in ("momentum_every", "delay"))
-            expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches, late or 1, delay)
+            outer = adam_steps() if "adam(" in str(strategy) else None
+            expected = async_diloco_alone(row.pushes_every, lr, momentum, setting, batches, late or 1, delay, outer)
         elif row.alone == "halos":
             delay = 2 if "delay=2" in str(strategy) else 0
             expected = halos_alone(row.pushes_every, str(strategy), setting, batches, delay)

@@ -303,9 +303,16 @@ def test_a_run_that_its_score_ends_in_the_middle_of_a_step_ends(tmp_path: Path, 
         assert whole.parameters_sha256 == result.parameters_sha256
 
 
-@pytest.mark.parametrize("movements", ["async_diloco(4, outer_momentum=0.5)", "halos(4, region=1, every=2, share=0.5)"])
+@pytest.mark.parametrize(
+    "movements",
+    [
+        "async_diloco(4, outer_momentum=0.5)",
+        "async_diloco(4, outer_optimizer=adam(0.02), scale=gate(0.1, 4))",
+        "halos(4, region=1, every=2, share=0.5)",
+    ],
+)
 def test_movements_of_one_worker_go_on_to_the_bit(movements: str, tmp_path: Path) -> None:
-    """A snapshot has the outer momentum, and each region's parameters. Plain SGD: a worker's own state is not in it."""
+    """A snapshot has the outer moments, and each region's parameters. Plain SGD: a worker's own state is not in it."""
     job = replace(digits, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr))
 
     def ran(steps: int, out: Path, *, resume: bool = False) -> str | None:

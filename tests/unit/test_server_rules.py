@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from polytempo.server.rules.corrections import clip, compensate
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
 from polytempo.server.rules.regional import regional
-from polytempo.server.rules.staleness import constant, cutoff, exponential, inverse, power
+from polytempo.server.rules.staleness import constant, cutoff, exponential, gate, inverse, power
 from polytempo.server.rules.synchronous_step import first, hardsync, quorum
 
 Line = tuple[Arrival, list[Action]]
@@ -489,6 +490,9 @@ def test_covered_with_a_bound_is_within_for_what_closes_and_makes_one_update_of_
         (power(2), "power(p=2.0)", (1, 1, 1 / 4, 1 / 16)),
         (exponential(0.5), "exponential(rate=0.5)", (1, math.exp(-0.5), math.exp(-1), math.exp(-2))),
         (cutoff(2), "cutoff(limit=2)", (1, 1, 1, 0)),
+        (gate(0, 4), "gate(decay=0.0, limit=4)", (1, (1 + 2**-0.5) / 2, 1 / 2, 0)),
+        (gate(0.5, 3), "gate(decay=0.5, limit=3)", (1, 0.75 * math.exp(-0.5), 0.25 * math.exp(-1), 0)),
+        (gate(2, 1), "gate(decay=2.0, limit=1)", (1, 0, 0, 0)),
     ],
 )
 def test_functions_of_staleness(scale: Staleness, name: str, factors: tuple[float, ...]) -> None:
@@ -512,6 +516,15 @@ def test_a_factor_that_no_float_holds_drops_the_gradient() -> None:
     assert power(300)(5) > 0
     assert power(500)(5) == 0
     _, actions = on_arrival(power(500)).receive({}, push(1), Situation(9, (0, 1)))
+    assert actions == [Drop(1, "stale"), Answer(1)]
+
+
+def test_a_gate_is_exactly_0_from_its_limit_on_and_falls_until_then() -> None:
+    factors = [gate(0.1, 8)(tau) for tau in range(20)]
+    assert factors[0] == 1
+    assert all(a > b > 0 for a, b in pairwise(factors[:8]))
+    assert set(factors[8:]) == {0}
+    _, actions = on_arrival(gate(0.1, 8)).receive({}, push(1), Situation(8, (0, 1)))
     assert actions == [Drop(1, "stale"), Answer(1)]
 
 
@@ -556,6 +569,8 @@ def test_compensation_adapts_to_the_size_of_gradients() -> None:
         *[(lambda p=p: power(p), f"finite p > 0, got {p}") for p in (-1, 0, math.inf, math.nan)],
         (lambda: exponential(-1), "rate >= 0, got -1"),
         (lambda: cutoff(-1), "limit >= 0 updates, got -1"),
+        *[(lambda a=a: gate(a, 4), f"finite decay >= 0, got {a}") for a in (-1, math.inf, math.nan)],
+        (lambda: gate(0.1, 0), "limit >= 1 update, got 0"),
         (lambda: clip(0), "norm > 0, got 0"),
         (lambda: compensate(-1), "strength >= 0, got -1"),
         (lambda: compensate(1, mean_square=1), "0 <= mean_square < 1, got 1"),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from plain_rules import in_pairs, on_arrival
+from polytempo import strategies
+from polytempo.aggregation import adam
 from polytempo.core.rule import (
     Action,
     Add,
@@ -46,6 +48,7 @@ from polytempo.server.message import (
     Stranger,
 )
 from polytempo.server.rules.corrections import compensate
+from polytempo.server.rules.staleness import gate
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.state import decode
 
@@ -569,3 +572,24 @@ def test_statistics_tell_how_stale_gradients_were() -> None:
 
 def test_a_snapshot_is_noted() -> None:
     assert only(shard().apply(Save(COORDINATOR, 1, 2, 9)), Noted).sequence == 2
+
+
+@pytest.mark.parametrize("outer", [{"outer_momentum": 0.5}, {"outer_optimizer": adam()}], ids=str)
+def test_a_movement_beyond_the_gate_changes_nothing_but_the_counts(outer: dict[str, Any]) -> None:
+    """Weights, moments and version stay to the bit. The next fresh movement steps as if it had not been."""
+    made = strategies.async_diloco(scale=gate(0.1, 2), **outer).server
+    assert made is not None
+    gated, plain = shard(made), shard(made)
+    for each in (gated, plain):
+        each.apply(push(0, 1, 1.0, tickets=[0]))
+        each.apply(push(0, 2, 2.0, basis=1, tickets=[1]))
+    before = gated.weights.clone()
+    (reply,) = gated.apply(push(1, 1, 9.0, basis=0, tickets=[2, 3]))
+    assert isinstance(reply, Pushed)
+    assert (reply.verdict, reply.reason, reply.staleness) == ("dropped", "stale", 2)
+    assert torch.equal(gated.weights, before)
+    assert (gated.version, gated.decisions.dropped, gated.decisions.tuples) == (2, 1, (((0, 1),), ((2, 3),)))
+    for each in (gated, plain):
+        each.apply(push(0, 3, 1.0, basis=2, tickets=[4]))
+    assert not torch.equal(gated.weights, before)
+    assert torch.equal(gated.weights, plain.weights)

@@ -10,7 +10,7 @@ import pytest
 import polytempo as pt
 from polytempo import strategies as s
 from polytempo.core import Strategy, identity
-from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
+from polytempo.core.rule import Arrival, Rule, Situation, Staleness, UpdateRule
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.text.declaration import declared
 
@@ -81,6 +81,7 @@ ROWS = [
 ]
 NAMES = [row.name.partition("(")[0] for row in ROWS]
 
+NAMED = ("inverse", "constant")
 SCALED = ("async_diloco", "async_sgd", "dc_asgd", "downpour", "softsync", "ssp", "staleness_aware")
 """Strategies with an argument `scale`, a function of the staleness."""
 
@@ -119,9 +120,15 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
         "downpour(optimizer=sgd, lr=1, warm_start=20, overlap=false)",
         "softsync(n=4, scale=inverse)",
         "staleness_aware(n=4)",
-        *[f"{name}(scale={scale})" for name in SCALED for scale in ("inverse", "constant", "power(2)", "power(p=0.5)")],
+        *[
+            f"{name}(scale={scale})"
+            for name in SCALED
+            for scale in (*NAMED, "power(2)", "power(p=0.5)", "gate(0.1, 8)")
+        ],
         "async_diloco(outer_momentum=0.9, momentum_every=4, delay=3)",
         "decoupled_diloco(delay=1)",
+        "async_diloco(outer_optimizer=adam, scale=gate(0.2, 8))",
+        "decoupled_diloco(outer_optimizer=heavy_ball(momentum=0.2))",
         "decoupled_diloco(outer_momentum=0.9, grace_s=1.0, momentum_every=2)",
         "easgd(period=10, alpha=0.1)",
         "halos(4, 2, 8, share=0.5, outer_momentum=0, delay=3)",
@@ -149,11 +156,15 @@ def test_delayed_momentum_is_counted_in_updates(make: Callable[..., Strategy]) -
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_python_and_text_name_the_same_power(name: str) -> None:
-    made = getattr(s, name)(scale=pt.power(2))
-    assert str(parse_strategy(f"{name}(scale=power(2))")) == str(made)
-    assert "scale=power(p=2.0)" in _rule(made)
-    declared().strategy(f"{name}(scale=power(2))")  # as the command line checks it, without torch
+@pytest.mark.parametrize(
+    ("scale", "text", "shown"),
+    [(pt.power(2), "power(2)", "power(p=2.0)"), (pt.gate(0.1, limit=8), "gate(0.1, 8)", "gate(decay=0.1, limit=8)")],
+)
+def test_python_and_text_name_the_same_scale(name: str, scale: Staleness, text: str, shown: str) -> None:
+    made = getattr(s, name)(scale=scale)
+    assert str(parse_strategy(f"{name}(scale={text})")) == str(made)
+    assert f"scale={shown}" in _rule(made)
+    declared().strategy(f"{name}(scale={text})")  # as the command line checks it, without torch
 
 
 def test_a_scale_that_is_a_number_stays_one() -> None:
@@ -165,7 +176,7 @@ def test_a_scale_that_is_a_number_stays_one() -> None:
 def test_python_gets_an_error_for_a_scale_that_is_no_function() -> None:
     with pytest.raises(TypeError, match=r"write scale=power\(2\)"):
         s.async_sgd(scale=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"one of constant, inverse, power\(p\), got 'linear'"):
+    with pytest.raises(ValueError, match=r"one of constant, inverse, power\(p\), gate\(decay, limit\), got 'linear'"):
         s.softsync(scale="linear")
 
 
@@ -240,12 +251,14 @@ def _rule(strategy: Strategy) -> str:
             (f"{name}(scale={scale})", said)
             for name in SCALED
             for scale, said in [
-                ("linear", "there is no scale 'linear'.*; there are: constant, inverse, power"),
+                ("linear", "there is no scale 'linear'.*; there are: constant, gate, inverse, power"),
                 ("power(0)", "power needs a finite p > 0, got 0.0"),
                 ("power(-1)", "power needs a finite p > 0, got -1.0"),
                 ("power(inf)", "power needs a finite p > 0, got inf"),
                 ("power", "missing a required argument: 'p'"),
-                ("2", "scale must be one of these names: constant, inverse, power"),
+                ("gate(0.1, 0)", "gate needs limit >= 1 update, got 0"),
+                ("gate(0.1, 1.5)", "expected an int, not 1.5"),
+                ("2", "scale must be one of these names: constant, gate, inverse, power"),
             ]
         ],
         ("staleness_aware(n=0)", "n >= 1, got 0"),
@@ -261,6 +274,10 @@ def _rule(strategy: Strategy) -> str:
         ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
         ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),
         ("easgd(beta=0)", "0 < beta < 1, got 0"),
+        ("async_diloco(outer_lr=0.5, outer_optimizer=adam)", "give one or the other"),
+        ("decoupled_diloco(outer_momentum=0.5, outer_optimizer=adam)", "give one or the other"),
+        ("async_diloco(outer_optimizer=schedule_free)", r"no outer step schedule_free\(.*; take adam\(\)"),
+        ("decoupled_diloco(outer_optimizer=heavy_ball(clip=1.0))", r"take .* heavy_ball\(\) without clip"),
         ("backup_workers(backups=-1)", "backups >= 0 workers, got -1"),
         ("dc_asgd(strength=-1)", "strength >= 0, got -1"),
     ],

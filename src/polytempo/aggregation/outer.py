@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Promise, State, Transform, call_name, identity, inside
 from polytempo.core.cost import num_bytes
+from polytempo.core.rule import UpdateRule
 from polytempo.core.state import AnchorState
 from polytempo.core.transform import cost_of
 
@@ -59,8 +60,8 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
 
     With lr = 1 and μ = 0 it hands Δ on.
     """
-    name = call_name(nesterov, locals())
-    return _outer(name, lr, momentum, lambda moved, velocity: moved + momentum * velocity)
+    made = _outer(call_name(nesterov, locals()), lr, momentum, lambda moved, velocity: moved + momentum * velocity)
+    return made._replace(at_server=UpdateRule("sgd", lr, momentum=momentum, nesterov=momentum > 0))
 
 
 def heavy_ball(lr: float = 1.0, momentum: float = 0.7, clip: float | None = None) -> Transform:
@@ -68,8 +69,8 @@ def heavy_ball(lr: float = 1.0, momentum: float = 0.7, clip: float | None = None
 
     `clip`: the largest size of an element of v.
     """
-    name = call_name(heavy_ball, locals())
-    return _outer(name, lr, momentum, lambda moved, velocity: velocity, clip)
+    made = _outer(call_name(heavy_ball, locals()), lr, momentum, lambda moved, velocity: velocity, clip)
+    return made._replace(at_server=UpdateRule("sgd", lr, momentum=momentum) if clip is None else None)
 
 
 def _outer(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Promise, Transform, call_name
 from polytempo.core.cost import num_bytes
+from polytempo.core.rule import UpdateRule
 
 
 class OuterState(NamedTuple):
@@ -43,7 +44,8 @@ def adam(lr: float = 0.05, beta1: float = 0.5, beta2: float = 0.99, eps: float =
         size = (second / (1 - beta2**state.round)).sqrt_().add_(eps)
         return first / size * (lr / (1 - beta1**state.round)), first, second
 
-    return _stepping(call_name(adam, locals()), step, tensors=2)
+    made = _stepping(call_name(adam, locals()), step, tensors=2)
+    return made._replace(at_server=UpdateRule("adam", lr, betas=(beta1, beta2), eps=eps))
 
 
 def schedule_free(lr: float = 1.0, beta: float = 0.9) -> Transform:

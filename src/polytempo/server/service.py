@@ -112,6 +112,27 @@ def outer_step(lr: float, momentum: float, momentum_every: int = 1, option: str 
     return UpdateRule("sgd", lr, momentum=momentum, nesterov=True, momentum_every=momentum_every)
 
 
+def outer_rule(optimizer: Transform | None, own: UpdateRule) -> UpdateRule:
+    """`optimizer` as the server's step; without one `own`, which is plain SGD at 0.7 where a user says nothing else.
+
+    Errors: ValueError for both, and for an optimizer without a step at a server.
+    """
+    if optimizer is None:
+        return own
+    name = optimizer.name or "a transform"
+    if own != UpdateRule("sgd", 0.7):
+        raise ValueError(
+            f"outer_lr={own.lr}, outer_momentum={own.momentum} and momentum_every={own.momentum_every} belong to "
+            f"Nesterov's steps, and outer_optimizer={name} has numbers of its own; give one or the other"
+        )
+    if optimizer.at_server is None:
+        raise ValueError(
+            f"a parameter server has no outer step {name}; take adam(), nesterov() or heavy_ball() without clip; "
+            "momentum_every delays Nesterov's momentum"
+        )
+    return optimizer.at_server
+
+
 def choice(what: str, given: str, choices: Mapping[str, T]) -> T:
     """The value of `given` among `choices`. ValueError where there is none, with the names that there are."""
     if given not in choices:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, call_name, identity
+from polytempo.core import Codec, Strategy, Transform, call_name, identity
 from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service
 from polytempo.server.rules.synchronous_step import quorum as rule
-from polytempo.server.service import outer_step, served
+from polytempo.server.service import outer_rule, outer_step, served
 from polytempo.server.worker.transforms import push_movement
 
 
@@ -23,6 +23,7 @@ def decoupled_diloco(
     delay: int = 0,
     grace_s: float = 0.0,
     momentum_every: int = 1,
+    outer_optimizer: Transform | None = None,
 ) -> Strategy:
     """DiLoCo of the first workers that come: a slow one, or a dead one, holds up no other.
 
@@ -40,7 +41,8 @@ def decoupled_diloco(
     `momentum_every` = N delays the momentum to every N-th outer step, by the sum of N steps' Δ, as in `async_diloco`. N
     steps of q movements each are one of all workers for N = λ/q.
 
-    With `delay` a worker goes on meanwhile, and takes φ in so many steps later, as in `async_diloco`.
+    With `delay` a worker goes on meanwhile, and takes φ in so many steps later, as in `async_diloco`. `outer_optimizer`
+    makes another step of Δ than Nesterov's, as there, at c/λ of its rate.
 
     `codec` encodes each movement, `pull_codec` the parameters that come back, as in `downpour`. Weight decay and
     schedule are as in `async_diloco`. A worker that dies loses its movement since it last pushed.
@@ -62,7 +64,7 @@ def decoupled_diloco(
             shards=shards,
             replicas=replicas,
             waits=quorum > 1 or grace_s > 0,
-            optimizer=outer_step(outer_lr, outer_momentum, momentum_every),
+            optimizer=outer_rule(outer_optimizer, outer_step(outer_lr, outer_momentum, momentum_every)),
             codec=codec,
             pull_codec=pull_codec,
         ),

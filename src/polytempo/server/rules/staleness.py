@@ -8,12 +8,12 @@ constant 1/τ would cancel, and weight decay would not be divided.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, isfinite, log2
+from math import cos, exp, isfinite, log2, pi
 
 from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Add, Arrival, Drop, Rate, Situation, Staleness
 
-__all__ = ["power"]
+__all__ = ["gate", "power"]
 
 
 def constant(tau: int) -> float:
@@ -75,6 +75,32 @@ def cutoff(limit: int) -> Staleness:
     return _named(scale, call_name(cutoff, locals()))
 
 
+def gate(decay: float, limit: int) -> Staleness:
+    """γ(τ) exp(-α τ): 1 for τ = 0, and 0 from τ = `limit` on; such as `async_diloco(scale=gate(0.1, 8))`.
+
+    γ(τ) = (1 + cos(π τ/T))/2 for τ < T, else 0, with T = `limit` and α = `decay`. A gradient of rate 0 is dropped, and
+    counts among the dropped ones of the run. With `decay` = 0 it is γ alone.
+
+    Source: V. Shah and J. Sun, "Cosine-gated Adam-decay", arXiv 2605.09126, 2026. Its abstract has the product, the
+    cosine and its end; this curve from 1 to 0 is ours. There it multiplies a movement before the moments of an outer
+    Adam; here it is a factor of the rate, as every scale.
+
+    Errors: ValueError for a negative or infinite decay, and for a limit below 1.
+    """
+    if not (decay >= 0 and isfinite(decay)):
+        raise ValueError(
+            f"gate needs a finite decay >= 0, got {decay}; with decay < 0 stale gradients would count more"
+        )
+    if limit < 1:
+        raise ValueError(f"gate needs limit >= 1 update, got {limit}; with less it would drop every gradient")
+    decay = float(decay)
+
+    def scale(tau: int) -> float:
+        return (1 + cos(pi * tau / limit)) / 2 * exp(-decay * tau) if tau < limit else 0.0
+
+    return _named(scale, call_name(gate, locals()))
+
+
 def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | Drop:
     """The action for a gradient that has arrived: add it with the rate of its τ, or drop it if that is 0.
 
@@ -105,7 +131,7 @@ def scale_of(given: str | Staleness) -> Staleness:
     if not isinstance(given, str):
         raise TypeError(f"scale is a name or a function of the staleness, got {given!r}; write scale=power({given})")
     if given not in _NAMED:
-        raise ValueError(f"scale must be one of {', '.join(_NAMED)}, power(p), got {given!r}")
+        raise ValueError(f"scale must be one of {', '.join(_NAMED)}, power(p), gate(decay, limit), got {given!r}")
     return _NAMED[given]
 
 

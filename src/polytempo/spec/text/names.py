@@ -160,7 +160,7 @@ def names(load: Load) -> Names:
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
     rules = load("synchronization")
-    powers = load("server.rules.staleness")
+    scales = load("server.rules.staleness")
     scheduled, partitions = load("partition.scheduled"), load("federated.partitions")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
@@ -182,7 +182,10 @@ def names(load: Load) -> Names:
             "period": {name: Factory(rules[name]) for name in _PERIOD_RULES},
             "pull_codec": {**made_codecs, "delta": Factory(compression["delta"])},
             "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
-            "scale": {"constant": "constant", "inverse": "inverse", "power": Factory(powers["power"])},
+            "scale": {
+                **{name: name for name in ("constant", "inverse")},
+                **{name: Factory(scales[name]) for name in ("power", "gate")},
+            },
         },
     )
 
