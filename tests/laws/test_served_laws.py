@@ -98,7 +98,7 @@ def test_every_batch_counts_once_in_every_shard_or_is_dropped(row: Row, replicas
         assert applied + shard.dropped == pushes
         assert shard.refused == shard.repeated == 0
         if row.drops:
-            assert 0 < shard.dropped == 44 - batches
+            assert 0 < shard.dropped <= 44 - batches <= shard.dropped * row.pushes_every
         else:
             assert shard.tickets == ((0, 43),)
 
