@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Flag, auto
 from functools import reduce
 from operator import and_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from polytempo.core.cost import Cost, CostOf
 from polytempo.core.op import Program
 from polytempo.core.port import Port
 from polytempo.core.route import Route
-
-if TYPE_CHECKING:
-    from polytempo.core.rule import UpdateRule
 
 State = Any
 """A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
@@ -61,7 +58,8 @@ class Transform(NamedTuple):
     `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
     that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
     `name`: the call that makes it, where it is an argument of a strategy.
-    `at_server`: the same step of an outer optimizer inside a parameter server. None: there is none.
+    `at_server`: the same step of an outer optimizer inside a parameter server (a `core.rule.UpdateRule`); None: there is
+    none.
     """
 
     init: Callable[[Bundle], State]
@@ -70,7 +68,7 @@ class Transform(NamedTuple):
     cost: CostOf | None = None
     beside: Beside | None = None
     name: str = ""
-    at_server: UpdateRule | None = None
+    at_server: object | None = None
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:

@@ -125,7 +125,7 @@ def outer_rule(optimizer: Transform | None, own: UpdateRule) -> UpdateRule:
             f"outer_lr={own.lr}, outer_momentum={own.momentum} and momentum_every={own.momentum_every} belong to "
             f"Nesterov's steps, and outer_optimizer={name} has numbers of its own; give one or the other"
         )
-    if optimizer.at_server is None:
+    if not isinstance(optimizer.at_server, UpdateRule):
         raise ValueError(
             f"a parameter server has no outer step {name}; take adam(), nesterov() or heavy_ball() without clip; "
             "momentum_every delays Nesterov's momentum"
