@@ -58,8 +58,8 @@ class Transform(NamedTuple):
     `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
     that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
     `name`: the call that makes it, where it is an argument of a strategy.
-    `at_server`: the same step of an outer optimizer inside a parameter server (a `core.rule.UpdateRule`); None: there is
-    none.
+    `at_server`: the same step of an outer optimizer inside a parameter server (a `core.rule.UpdateRule`). None: there
+    is none.
     """
 
     init: Callable[[Bundle], State]
