@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
-from polytempo.compression import bf16, chunk_top_k, delta, feedback, qsgd
+from polytempo.compression import bf16, chunk_top_k, delta, feedback, qsgd, top_k
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 from polytempo.server.rules.staleness import gate, power
@@ -178,6 +178,8 @@ ROWS = [
         alone="dion",
         meets=lambda step: True,
     ),
+    Row("ef21", lambda: s.ef21(top_k(0.2), exact_below=0), meets=lambda step: True),
+    Row("ef21", lambda: s.ef21(bf16(), exact_below=0), meets=lambda step: True, by_place=True),
     Row("int8_sgd", lambda: s.int8_sgd(block=8, exact_below=0), meets=lambda step: True, by_place=True),
     Row(
         "one_bit_adam",

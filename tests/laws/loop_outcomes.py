@@ -27,7 +27,7 @@ NOT_LINEAR = {
     "qsgd",
     "robust_sgd",
 }
-NOT_LINEAR |= {"sign_sgd", "terngrad", "threshold_sgd", "top_k_sgd"}
+NOT_LINEAR |= {"ef21", "sign_sgd", "terngrad", "threshold_sgd", "top_k_sgd"}
 NOT_LINEAR |= {"demo", "dion", "distributed_lion", "distributed_muon", "islands", "one_bit_adam", "zero_one_adam"}
 ONCE = "put no_sync() around all backward passes of a step but the last"
 STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"

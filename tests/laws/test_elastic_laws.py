@@ -80,6 +80,7 @@ REFUSED = {
     "co2": "PT1206",
     "codistillation": "PT1205",
     "des_loc": "PT1208",
+    "ef21": "PT1212",
     "delayed_sgd": "PT1206",
     "zero_one_adam": "PT1209",
     "stochastic_gradient_push": "PT1207",

@@ -96,6 +96,7 @@ def encodes(row: Row) -> bool:
         "dgc",
         "dion",
         "distributed_lion",
+        "ef21",
         "int8_sgd",
         "one_bit_sgd",
         "power_sgd",

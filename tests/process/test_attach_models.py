@@ -43,6 +43,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "sync_sgd": (s.sync_sgd(), 3),
     "bf16_sgd": (s.bf16_sgd(), 3),
     "dgc": (s.dgc(0.1, momentum=0.0), 3),  # Adam has momentum of its own
+    "ef21": (s.ef21(pt.compression.top_k(0.3), exact_below=4), 3),
     "int8_sgd": (s.int8_sgd(route=all_gather, exact_below=4), 3),  # two-sided, another rank would own another stripe
     "one_bit_sgd": (s.one_bit_sgd(route=all_gather, exact_below=4), 3),
     "power_sgd": (s.power_sgd(1, exact_below=4), 3),

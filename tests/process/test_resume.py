@@ -53,6 +53,7 @@ COMPRESSED = [
     s.int8_sgd(exact_below=4),
     s.one_bit_sgd(exact_below=4),
     s.top_k_sgd(0.1, exact_below=4),
+    s.ef21(pt.compression.top_k(0.1), exact_below=4),
     s.threshold_sgd(0.05, density=0.1, exact_below=4),
     s.dgc(0.1, warmup_steps=5),
     s.power_sgd(1, exact_below=4),

@@ -19,6 +19,7 @@ from polytempo.compression.encoding.coded import exact
 from polytempo.compression.encoding.delta import delta
 from polytempo.compression.encoding.feedback import feedback
 from polytempo.compression.exchange.all_gather import all_gather
+from polytempo.compression.exchange.differences import differences
 from polytempo.compression.exchange.point_to_point import recv, send
 from polytempo.compression.exchange.reduce_scatter import reduce_scatter
 from polytempo.compression.exchange.through import through
@@ -30,6 +31,7 @@ __all__ = [
     "chunk_top_k",
     "delta",
     "dgc",
+    "differences",
     "dynamic8",
     "exact",
     "feedback",

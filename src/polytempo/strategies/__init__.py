@@ -22,6 +22,7 @@ from polytempo.strategies.distributed_lion import distributed_lion
 from polytempo.strategies.distributed_muon import distributed_muon
 from polytempo.strategies.downpour import downpour
 from polytempo.strategies.easgd import easgd
+from polytempo.strategies.ef21 import ef21
 from polytempo.strategies.features_replay import features_replay
 from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
@@ -86,6 +87,7 @@ __all__ = [
     "distributed_muon",
     "downpour",
     "easgd",
+    "ef21",
     "features_replay",
     "flexrr",
     "gossip",

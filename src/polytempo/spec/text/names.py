@@ -18,7 +18,9 @@ BUSY = "busy"
 """The stragglers that were measured while other programs computed: no name of a distribution."""
 COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that names none."""
-NO_CODECS = frozenset({"all_gather", "delta", "moved_through", "recv", "reduce_scatter", "send", "through"})
+NO_CODECS = frozenset(
+    {"all_gather", "delta", "differences", "moved_through", "recv", "reduce_scatter", "send", "through"}
+)
 """Names in `compression` that are not codecs."""
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")

@@ -13,6 +13,7 @@ import torch
 from polytempo.aggregation.mix import PushSumState
 from polytempo.aggregation.rare_variance import RareVarianceState
 from polytempo.collectives.on_islands import IslandState
+from polytempo.compression.exchange.differences import DifferencesState
 from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import nodes
@@ -33,6 +34,7 @@ def check_elastic(strategy: Strategy) -> None:
     found = {
         "under way": _has((DelayedState, OverlappedState, BehindState), states),
         "push-sum": _has(PushSumState, states),
+        "differences": _has(DifferencesState, states),
         "both transforms": _has(RareVarianceState, states) or (islands is None and _has(IslandState, states)),
         "partial period": (islands is not None and isinstance(islands[1].apply, Timed))
         or (not meets_at_once(strategy.parameters) and _has((PeriodState, RoundState), states[1])),
