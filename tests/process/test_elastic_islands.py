@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.engines.ssh_engine import Ssh
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
+from polytempo.spec.precision import precision_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from process.test_elastic_hosts import host_of, members_of, named
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.process
 
 EPOCHS, SAMPLES = 6, 1437
 BY_DILOCO = "islands(outer=diloco(period=6, outer_momentum=0.5))"
+BY_LOSS = "islands(outer=local_sgd(period=by_loss(first=6)))"
 
 
 class Watched(nn.Module):
@@ -42,21 +45,28 @@ class Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         if self.training:
-            bits = b"".join(parameter.detach().numpy().tobytes() for parameter in self.parameters())
+            words = (parameter.detach().view(torch.uint8) for parameter in self.parameters())
+            bits = b"".join(each.numpy().tobytes() for each in words)
             with (self._folder / str(os.getpid())).open("a") as file:
                 file.write(hashlib.sha256(bits).hexdigest() + "\n")
         return self.inner(x)
 
 
-def watched(folder: Path) -> pt.Job:
+def normed() -> nn.Module:
+    """The model of digits with batch norm."""
+    return nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def watched(folder: Path, norms: bool = False) -> pt.Job:
     """The job of `digits` with `Watched`."""
     found = digits(folder / "hurry")
-    return replace(found, model=lambda: Watched(found.model(), folder))
+    model = normed if norms else found.model
+    return replace(found, model=lambda: Watched(model(), folder))
 
 
-def spec_of(folder: Path, strategy: str, workers: int = 4, **options: Any) -> RunSpec:
+def spec_of(folder: Path, strategy: str, workers: int = 4, norms: bool = False, **options: Any) -> RunSpec:
     options = {"epochs": EPOCHS, "global_batch_size": 48, "seed": 2, "threads": 1} | options
-    return RunSpec.of(watched(folder), pt.parse_strategy(strategy), workers, RunOptions(**options))
+    return RunSpec.of(watched(folder, norms), pt.parse_strategy(strategy), workers, RunOptions(**options))
 
 
 class Told:
@@ -85,24 +95,41 @@ class Told:
         return len(set(self.hashes[life]) & set(self.hashes[other]))
 
 
-def test_without_losses_elastic_islands_are_the_others_bit_by_bit(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, BY_DILOCO, workers=3, epochs=2)
+@pytest.mark.parametrize(
+    ("strategy", "norms", "precision"),
+    [
+        (BY_DILOCO, False, None),
+        (BY_LOSS, True, None),
+        (BY_DILOCO, True, "bf16"),
+        ("islands(outer=local_sgd(period=by_variance(first=4)))", False, "bf16"),
+        ("islands(outer=local_sgd(period=by_time(1e6, 3, 3)))", False, None),
+        ("islands(inner=top_k_sgd(0.3), outer=diloco(period=growing(first=2, longest=8, repeats=2)))", False, None),
+    ],
+)
+def test_without_losses_elastic_islands_are_the_others_bit_by_bit(
+    strategy: str, norms: bool, precision: str | None, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, strategy, 3, norms, epochs=2, precision=precision_of(precision))
     (tmp_path / "hurry").touch()
     calm = run_collective(spec, pt.engines.local())
     elastic = run_elastic(replace(spec, options=replace(spec.options, min_workers=1)), pt.engines.local())
     assert elastic.parameters_sha256 == calm.parameters_sha256
+    assert (elastic.loss, elastic.accuracy) == (calm.loss, calm.accuracy), "with the same running statistics"
     assert elastic.ledger == calm.ledger
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "norms", "precision"),
     [
-        BY_DILOCO,
-        "islands(inner=top_k_sgd(0.3), outer=local_sgd(period=4, codec=feedback(top_k(0.3))))",
-        "islands(outer=gossip(period=3))",
+        (BY_DILOCO, False, None),
+        ("islands(inner=top_k_sgd(0.3), outer=local_sgd(period=4, codec=feedback(top_k(0.3))))", False, None),
+        ("islands(outer=gossip(period=3))", False, None),
+        (BY_LOSS, True, "bf16"),
     ],
 )
-def test_a_member_dies_another_leaves_and_newcomers_join_the_smallest_islands(strategy: str, tmp_path: Path) -> None:
+def test_a_member_dies_another_leaves_and_newcomers_join_the_smallest_islands(
+    strategy: str, norms: bool, precision: str | None, tmp_path: Path
+) -> None:
     """0 1 | 2 3, then 1 4 | 2 3, then 1 4 | 3 5: the first members of both islands have gone."""
 
     def story(launcher: ElasticLauncher, room: list[int]) -> Iterator[None]:
@@ -112,7 +139,8 @@ def test_a_member_dies_another_leaves_and_newcomers_join_the_smallest_islands(st
             yield from harmed(launcher, launcher.view.members.index(life), number)
         yield from trains_with(launcher, 4)
 
-    run = Told(story, spec_of(tmp_path, strategy, min_workers=1, max_workers=4), tmp_path)
+    options = {"min_workers": 1, "max_workers": 4, "precision": precision_of(precision)}
+    run = Told(story, spec_of(tmp_path, strategy, norms=norms, **options), tmp_path)
     assert [(row["once"], row["last_epoch"]) for row in run.result.ledger] == [(SAMPLES, EPOCHS - 1)]
     assert sorted(run.files) == [1, 3, 4, 5]
     for members in ((1, 4), (3, 5)):
