@@ -23,7 +23,7 @@ from polytempo.report.runs import read_events
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.records import RunStarted
 from polytempo.ui.application import MOST_STREAMS
-from polytempo.ui.hub import LOOK_S, Hub, LookPace, Watch
+from polytempo.ui.hub import LOOK_S, SLOWEST_S, Hub, LookPace, Watch
 from polytempo.ui.of_run.run_columns import RunColumns
 from polytempo.ui.of_run.run_logs import log_lines, logs_of
 from polytempo.ui.of_run.run_trace import RunTrace, compared, in_common, node_names, timeline, topology
@@ -260,7 +260,7 @@ def test_the_page_looks_less_often_if_it_takes_more_than_its_share() -> None:
         now_s[0] += pace.interval_s
         used_s[0] += 1.0
         pace.look(running=True)
-    assert pace.interval_s == 15.0
+    assert pace.interval_s == SLOWEST_S
     pace.look(running=False)
     assert pace.interval_s == LOOK_S
 

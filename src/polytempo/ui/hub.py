@@ -25,7 +25,7 @@ from polytempo.ui.page_view import PageView
 from polytempo.ui.run_facts import differences, facts, standing
 from polytempo.ui.run_list import RunList, version_of
 
-LOOK_S, SLOWEST_S = 1.0, 15.0
+LOOK_S, SLOWEST_S = 1.0, 30.0
 """The least and the greatest time between two looks."""
 _WINDOW_S, _STEP = 3.0, 2.0
 _READ_S = 0.7
@@ -44,7 +44,8 @@ class LookPace:
         pace.look(running=True)
         pace.interval_s               # 1 s, or longer if looks and pages are many
 
-    Every three seconds the interval grows or shrinks, at most twofold, by the used part of a core over `share`.
+    Every three seconds the used part of a core over `share` scales the interval: at once to what fifty pages need, and
+    back at most twofold.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LookPace:
             return
         over = (used_s - self._since[1]) / passed_s / self._share
         self._since = now_s, used_s
-        wanted_s = self.interval_s * min(_STEP, max(1 / _STEP, over))
+        wanted_s = self.interval_s * max(1 / _STEP, over)
         self.interval_s = min(SLOWEST_S, max(LOOK_S, wanted_s))
 
 
@@ -180,11 +181,13 @@ class Hub:
             self._listed_s = -math.inf
             for name in view.runs:
                 self._watch(name).looked_s = -math.inf
+        of_run = PageView(kind="run", runs=view.runs) if view.kind == "run" else view
         for name, make in self._makers(view):
+            shared = view if name == "curves" else of_run  # pages of any width and axis
             if fresh:
                 with self._lock:
-                    self._made.pop((view, name), None)
-            yield name, self._once(view, name, make)
+                    self._made.pop((shared, name), None)
+            yield name, self._once(shared, name, make)
 
     def _once(self, view: PageView, name: str, make: Callable[[], Any]) -> bytes:
         """The part, made again after a second, by one of the pages that ask for it: the others wait for that one."""

@@ -60,7 +60,7 @@ class RunStarted(_Record, frozen=True, kw_only=True, tag="start"):
     """Versions of polytempo, torch and Python, `platform`, and `device`: cpu, cuda, …."""
 
 
-class _Row(_Record, frozen=True, kw_only=True):
+class _Row(_Record, frozen=True, kw_only=True, gc=False):
     step: _Count
     """Steps so far, over all workers and earlier parts of the run."""
     loss: Number | None
@@ -257,14 +257,14 @@ def records_in(lines: list[bytes], *, brief: bool = False) -> list[StreamRecord]
         left_out = {*exchanged}.difference(last.values())
         lines = [line for number, line in enumerate(lines) if number not in left_out]
     try:
-        records: list[StreamRecord] = _AT_ONCE.decode_lines(b"\n".join(lines))
+        records: list[StreamRecord] = _AT_ONCE.decode_lines(content := b"\n".join(lines))
     except msgspec.MsgspecError:
         records = []
     if len(records) != len(lines):  # another kind, or an error that is to be named
         return [found for line in lines if (found := record_of(parsed_row(line))) is not None]
     rows = [number for number, record in enumerate(records) if isinstance(record, _Row)]
     lasts = {type(records[number]): number for number in rows}
-    for number in rows:
+    for number in list(lasts.values()) if brief and b'"noise_scale"' not in content else rows:
         if not brief or number in lasts.values() or b'"noise_scale"' in lines[number]:
             _fill(records[number], lines[number])
     return records

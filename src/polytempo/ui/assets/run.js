@@ -219,7 +219,8 @@ export function runPage(id, parameters) {
   }
 
   function open() {
-    const width = Math.max(200, Math.min(1200, Math.round((charts.place.clientWidth || 1200) / 2 / 50) * 50));
+    // A chart has half of the width: a point for two pixels. Few widths, so that many browsers share one view.
+    const width = Math.max(200, Math.min(600, Math.round((charts.place.clientWidth || 1200) / 4 / 100) * 100));
     const query = new URLSearchParams({ kind: "run", run: id, axis, pixels: String(width) });
     span.forEach((value, at) => { if (value !== null) query.set(at ? "end" : "begin", String(value)); });
     follow(query, {

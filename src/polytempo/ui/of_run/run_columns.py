@@ -272,9 +272,9 @@ class RunColumns:
         """A column as numbers, one for each step."""
         if name not in columns:
             return None
-        found = np.full(len(columns["step"]), np.nan)
-        found[: len(columns[name])] = np.frombuffer(columns[name])
-        return found
+        found = np.array(columns[name])
+        lacks = len(columns["step"]) - len(found)
+        return np.pad(found, (0, lacks), constant_values=np.nan) if lacks else found
 
 
 def _entries(row: _Row) -> tuple[str, ...]:
