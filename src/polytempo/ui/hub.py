@@ -44,8 +44,7 @@ class LookPace:
         pace.look(running=True)
         pace.interval_s               # 1 s, or longer if looks and pages are many
 
-    Every three seconds the used part of a core over `share` scales the interval: at once to what fifty pages need, and
-    back at most twofold.
+    Every three seconds the used part of a core over `share` scales the interval, which shrinks at most twofold.
     """
 
     def __init__(
