@@ -201,6 +201,18 @@ def test_stages_that_are_asked_to_leave_save_the_same_step(tmp_path: Path) -> No
     assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 2, steps=steps, threads=1).parameters_sha256
 
 
+@pytest.mark.parametrize("train", [pt.run, pt.simulate])
+def test_a_final_model_that_callbacks_have_seen_is_not_scored_again(train: Any, tmp_path: Path) -> None:
+    """Where stages wait for each other the model is final after the last step. Late gradients still change it."""
+    for strategy, rows_at_end in [(pt.strategies.one_f_one_b(2, 2), 1), (pt.strategies.ddg(2), 2)]:
+        out = tmp_path / strategy.name
+        result = train(job(), strategy, 2, epochs=1, threads=1, out=out, callbacks=[pt.callbacks.Callback()])
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        scores = [(row["step"], row["loss"]) for row in rows if row["kind"] == "test"]
+        assert scores[-1] == (result.steps, result.loss)
+        assert sum(step == result.steps for step, _ in scores) == rows_at_end, strategy
+
+
 def test_the_folder_of_a_run_says_what_stages_did(tmp_path: Path) -> None:
     pt.run(job(), pt.strategies.ddg(2), 2, epochs=2, threads=1, out=tmp_path)
     assert [each["most_delay"] for each in json.loads((tmp_path / "result.json").read_text())["stages"]] == [1, 0]

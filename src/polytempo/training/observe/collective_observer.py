@@ -83,12 +83,12 @@ class CollectiveObserver:
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
-        """Score the final model, unless that has been done."""
+        """Score the final model, unless that has been done: late gradients have changed the model since."""
         if context.replica.drift is not None:
             context.replica.drift.check(buffers=False)
         if self._evaluation is None:
             return None, None
-        if self._newest is None or self._newest[0] != moment.step or context.holding.stage_report():
+        if self._newest is None or self._newest[0] != moment.step or context.holding.late:
             await self._outside(port, "score", self._score(port, context, moment, final))
         assert self._newest is not None
         return self._newest[1], self._reached

@@ -60,6 +60,11 @@ class Whole:
         await self.replica.settle()
         return WholeModel(await self.replica.consensus(data), await self.replica.consensus_buffers(data))
 
+    @property
+    def late(self) -> int:
+        """The number of last steps with gradients that `finish` applies."""
+        return 0
+
     async def finish(self) -> list[Tensor]:
         """Losses of batches that were under way at the end of training."""
         return []
@@ -118,6 +123,11 @@ class HeldStage:
     async def whole(self, port: Port) -> WholeModel:
         """Cost: each stage broadcasts once."""
         return await self.divided.whole()
+
+    @property
+    def late(self) -> int:
+        """0 for a schedule that waits."""
+        return self.divided.late
 
     async def finish(self) -> list[Tensor]:
         """Empties the pipeline."""
@@ -197,6 +207,11 @@ class HeldParts:
     async def whole(self, port: Port) -> WholeModel:
         """Cost: gathers of all parts."""
         return await self.divided.whole()
+
+    @property
+    def late(self) -> int:
+        """No gradient is."""
+        return 0
 
     async def finish(self) -> list[Tensor]:
         """No batch is under way."""

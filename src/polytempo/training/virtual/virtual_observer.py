@@ -176,10 +176,11 @@ class VirtualObserver:
             await work
         if port.rank or self._evaluation is None:
             return None, None
-        if not isinstance(context.holding, Whole):
-            self._complete(context, moment, final, self.size)
-        elif self._newest is None or self._newest[0] != moment.step:
-            self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
+        if self._newest is None or self._newest[0] != moment.step or context.holding.late:
+            own, size = {}, self.size
+            if isinstance(context.holding, Whole):
+                own, size = tensors_of(context.replica.model), ports_of(port).data.size
+            self._complete(context, moment, own | dict(final), size)
         assert self._newest is not None
         reached = self._stop is not None if context.options.until else None
         return self._newest[1], reached
