@@ -21,6 +21,7 @@ for strategy in (
     pt.strategies.streaming_diloco(period=12, fragments=3, delay=3),
     pt.strategies.streaming_diloco(period=12, fragments=3, delay=3, blend="keep"),
     pt.strategies.sparse_loco(period=12),
+    pt.strategies.sparta(0.05, outer=pt.strategies.diloco(period=12)),
     pt.strategies.co2(period=6, slow_lr=1.0, slow_momentum=0.0),
     pt.strategies.noloco(period=12),
     pt.strategies.quasi_global_momentum(),

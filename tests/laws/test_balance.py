@@ -107,7 +107,7 @@ REFUSED = {"server": "PT1539", "rounds": "PT1540", "racing": "PT1541"}
 OWN_STEPS = (
     *("parameter_averaging", "local_sgd", "post_local_sgd", "diloco", "gossip", "stochastic_gradient_push"),
     *("islands", "slowmo", "adasum", "sparse_loco", "streaming_diloco", "noloco", "quasi_global_momentum"),
-    *("co2", "des_loc", "zero_one_adam"),
+    *("sparta", "co2", "des_loc", "zero_one_adam"),
 )
 
 

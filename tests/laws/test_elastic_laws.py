@@ -48,7 +48,7 @@ AGREE = [
 """Ranks agree on a gradient before the optimizer uses it (`adasum` with adaptive optimizers: on an update after it)."""
 MEET = [
     *("diloco", "gossip", "islands", "local_sgd", "noloco", "parameter_averaging", "post_local_sgd"),
-    *("quasi_global_momentum", "slowmo", "sparse_loco"),
+    *("quasi_global_momentum", "slowmo", "sparse_loco", "sparta"),
 ]
 """Ranks exchange parameters after steps of their own."""
 REFUSED = {
@@ -113,6 +113,7 @@ def test_the_page_says_whether_a_strategy_is_taken(name: str) -> None:
         (pt.strategies.gossip(overlap=True), "PT1206"),
         (pt.strategies.slowmo(inner=pt.strategies.gossip()), "PT1208"),
         (pt.strategies.streaming_diloco(delay=0), "PT1208"),
+        (pt.strategies.sparta(outer=pt.strategies.diloco()), "PT1208"),
     ],
     ids=str,
 )

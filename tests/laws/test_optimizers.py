@@ -211,6 +211,7 @@ INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
     "sign_sgd": sign_sgd,
     "slowmo": slowmo,
     "streaming_diloco": streaming_diloco,
+    "sparta": lambda row, *args: (diloco if "diloco" in label(row) else plain)(row, *args),
     "zero_one_adam": one_bit_adam,
 }
 

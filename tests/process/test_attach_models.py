@@ -57,6 +57,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "one_bit_adam": (s.one_bit_adam(warmup_steps=1), 3),  # encoded, stripes would differ
     "zero_one_adam": (s.zero_one_adam(2, 2, 2), 4),  # encoded, stripes would differ
     "sparse_loco": (s.sparse_loco(period=3, exact_below=4), 6),
+    "sparta": (s.sparta(outer=s.local_sgd(period=3)), 3),
     "streaming_diloco": (s.streaming_diloco(period=3, fragments=1, delay=0, blend=0.0), 3),
     "threshold_sgd": (s.threshold_sgd(0.05, exact_below=4), 3),
     "top_k_sgd": (s.top_k_sgd(0.1, exact_below=4), 3),

@@ -35,6 +35,7 @@ STRATEGIES: dict[str, list[Strategy]] = {
     "islands": [s.islands(outer=s.diloco(period=4)), s.islands(outer=s.gossip(period=3), number=1)],
     "noloco": [s.noloco(period=4)],
     "quasi_global_momentum": [s.quasi_global_momentum()],
+    "sparta": [s.sparta(0.3), s.sparta(0.3, outer=s.diloco(period=4))],
     "streaming_diloco": [s.streaming_diloco(period=6, fragments=2, delay=2), s.streaming_diloco(4, delay=0)],
     "gossip": [s.gossip(), s.gossip(pt.aggregation.random_pairs(), period=3), s.gossip(period=3, overlap=True)],
     "local_sgd": [s.local_sgd(period=4), s.local_sgd(period=1)],

@@ -20,6 +20,7 @@ from polytempo.compression.encoding.delta import delta
 from polytempo.compression.encoding.feedback import feedback
 from polytempo.compression.exchange.all_gather import all_gather
 from polytempo.compression.exchange.differences import differences
+from polytempo.compression.exchange.masked import masked
 from polytempo.compression.exchange.point_to_point import recv, send
 from polytempo.compression.exchange.reduce_scatter import reduce_scatter
 from polytempo.compression.exchange.through import through
@@ -37,6 +38,7 @@ __all__ = [
     "feedback",
     "fp16",
     "int8",
+    "masked",
     "natural",
     "one_bit",
     "pca",

@@ -52,6 +52,7 @@ from polytempo.strategies.sign_sgd import sign_sgd
 from polytempo.strategies.slowmo import slowmo
 from polytempo.strategies.softsync import softsync
 from polytempo.strategies.sparse_loco import sparse_loco
+from polytempo.strategies.sparta import sparta
 from polytempo.strategies.split import split
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
@@ -117,6 +118,7 @@ __all__ = [
     "slowmo",
     "softsync",
     "sparse_loco",
+    "sparta",
     "split",
     "ssp",
     "staleness_aware",

@@ -19,7 +19,7 @@ BUSY = "busy"
 COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that names none."""
 NO_CODECS = frozenset(
-    {"all_gather", "delta", "differences", "moved_through", "recv", "reduce_scatter", "send", "through"}
+    {"all_gather", "delta", "differences", "masked", "moved_through", "recv", "reduce_scatter", "send", "through"}
 )
 """Names in `compression` that are not codecs."""
 
