@@ -203,7 +203,7 @@ def test_stages_that_are_asked_to_leave_save_the_same_step(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("train", [pt.run, pt.simulate])
 def test_a_final_model_that_callbacks_have_seen_is_not_scored_again(train: Any, tmp_path: Path) -> None:
-    """Where stages wait for each other the model is final after the last step. Late gradients still change it."""
+    """The last step makes the model final where stages wait for each other. Late gradients still change it."""
     for strategy, rows_at_end in [(pt.strategies.one_f_one_b(2, 2), 1), (pt.strategies.ddg(2), 2)]:
         out = tmp_path / strategy.name
         result = train(job(), strategy, 2, epochs=1, threads=1, out=out, callbacks=[pt.callbacks.Callback()])
