@@ -32,7 +32,7 @@ for strategy, lr in [
     (pt.strategies.demo(), 0.2),
     (pt.strategies.threshold_sgd(density=0.01), 0.2),
     (pt.strategies.top_k_sgd(ratio=0.01), 0.2),
-    (pt.strategies.ef21(pt.compression.top_k(0.01)), 0.2),
+    (pt.strategies.ef21(), 0.2),
     (pt.strategies.dgc(momentum=0.9), 0.02),
     (pt.strategies.power_sgd(rank=1), 0.2),
     (pt.strategies.dion(rank=4), 0.2),

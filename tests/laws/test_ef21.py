@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import polytempo as pt
 from laws.harness import HOST, Setting, run
 from polytempo import collectives
 from polytempo import compression as c
 from polytempo import strategies as s
-from polytempo.core import Bundle, Codec, Port, Transform
+from polytempo.core import Bundle, Codec, Port, Route, Transform
 from polytempo.worlds import VirtualWorld
 
 NUM_RANKS, NUMEL, LAST = 4, 20, 13
@@ -116,8 +117,12 @@ def test_with_a_codec_that_loses_nothing_it_is_synchronous_sgd(optimizer: str, u
     torch.testing.assert_close(found, same, rtol=0, atol=1e-12)
 
 
-def test_another_number_of_ranks_begins_again_with_gradients_in_full() -> None:
-    """The state of 4 ranks at 2 of them: an estimate of the others would stay in the sum."""
+@pytest.mark.parametrize("turns", [(4, 4, 2), (4, 1, 4)], ids=str)
+def test_another_number_of_ranks_begins_again_with_gradients_in_full(turns: tuple[int, ...]) -> None:
+    """The state of 4 ranks at 2 of them: an estimate of the others would stay in the sum.
+
+    A resume gives rank r the state of the saved rank r mod N, so after 1 of them 4 would have one estimate.
+    """
     transform = c.differences(c.top_k(0.1), exact_below=0)
     like = Bundle({"w": torch.zeros(NUMEL, dtype=torch.float64)})
 
@@ -127,9 +132,10 @@ def test_another_number_of_ranks_begins_again_with_gradients_in_full() -> None:
         assert found is not None
         return found.flat, state
 
-    states: list[object] = [transform.init(like)] * 4
-    for num_ranks in (4, 4, 2):
-        results = VirtualWorld(HOST, num_ranks).run(partial(step, states=states)).results
+    states: list[object] = [transform.init(like)]
+    for num_ranks in turns:
+        resumed = [states[rank % len(states)] for rank in range(num_ranks)]
+        results = VirtualWorld(HOST, num_ranks).run(partial(step, states=resumed)).results
         states = [state for _, state in results]
         expected = sum(quadratics(rank, like.flat) for rank in range(num_ranks)) / num_ranks
         torch.testing.assert_close(results[0][0], expected, rtol=0, atol=1e-12)
@@ -155,6 +161,21 @@ def test_16_bit_gradients_have_estimates_of_32_bits() -> None:
 def test_codecs_with_a_memory_or_large_errors_are_refused(codec: Codec) -> None:
     with pytest.raises(ValueError, match=r"use it without feedback"):
         s.ef21(codec)
+
+
+@pytest.mark.parametrize("codec", [c.bf16(), c.fp16()], ids=str)
+@pytest.mark.parametrize("route", [collectives.native, collectives.ring, collectives.tree])
+def test_casts_over_routes_that_add_wires_are_refused(codec: Codec, route: Route) -> None:
+    with pytest.raises(pt.errors.Incompatible, match=f"PT2804: route={route.__name__} adds"):  # type: ignore[attr-defined]
+        s.ef21(codec, route)
+    assert all(s.ef21(codec, remedy) for remedy in (None, c.reduce_scatter, c.all_gather))
+    assert s.ef21(c.exact(), route)
+
+
+def test_it_learns_digits_with_the_momentum_of_the_job() -> None:
+    losses = [pt.simulate(pt.jobs.find("digits"), "ef21()", workers=4, steps=200, seed=seed).loss for seed in (0, 1)]
+    print(losses)
+    assert max(losses) < 0.3
 
 
 def test_an_exchange_that_no_step_uses_changes_nothing() -> None:

@@ -78,6 +78,11 @@ def test_each_period_has_its_local_strategies() -> None:
     assert {call for call in calls if f"{call}(period=1)" in usual} == {*calls} - {"streaming_diloco"}
 
 
+def test_strategies_without_an_option_are_tried_once() -> None:
+    once = ["sync_sgd()", "sync_sgd(route=halving_doubling)", "acco()", "gossip()", "sparta()"]
+    assert [call for call in usual_strategies(periods=(4, 16, 64)) if call in once] == once
+
+
 def test_an_unknown_codec_is_named() -> None:
     with pytest.raises(ValueError, match=r"codec 'zip' is not tried by plans; there are: bf16, int8"):
         usual_strategies(codecs=("bf16", "zip"))

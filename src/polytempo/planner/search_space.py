@@ -111,7 +111,8 @@ def usual_strategies(
     stages: Sequence[int] = (),
     parts: Sequence[int] = (),
 ) -> tuple[str, ...]:
-    """Synchronous SGD over two routes, ACCO, SGD with each codec, local strategies with each period, gossip, a server.
+    """Synchronous SGD over two routes, ACCO, gossip, SPARTA, SGD with each codec, local strategies with each period,
+    servers, pipelines, split layers.
 
     All of them keep the job's optimizer: strategies that are an optimizer need a learning rate of their own.
 
@@ -125,7 +126,7 @@ def usual_strategies(
 def _usual(
     codecs: Sequence[str], periods: Sequence[int], shards: Sequence[int], stages: Sequence[int], parts: Sequence[int]
 ) -> Iterator[str]:
-    yield from ("sync_sgd()", "sync_sgd(route=halving_doubling)", "acco()", "gossip()")
+    yield from ("sync_sgd()", "sync_sgd(route=halving_doubling)", "acco()", "gossip()", "sparta()")
     for codec in codecs:
         yield CODECS[codec]
     for period in periods:

@@ -25,7 +25,7 @@ def sparta(
 
     In an elastic run it behaves as `gossip`; with `outer` it is refused (PT1208).
 
-    Cost: the route's for p K bytes in each step; with `outer` that one's, too. Memory for p K bytes.
+    Cost: the route's for p K bytes in each step; with `outer` that one's, too. Alone it keeps nothing between steps.
 
     Source: EXO Labs, "Improving the efficiency of distributed training using sparse parameter averaging", 2025, as in
     their `gym`. Deviations: ⌈p n⌉ elements of n, where there each is drawn apart and rank 0 broadcasts the mask;

@@ -12,12 +12,14 @@ import torch
 
 from polytempo.compression.encoding.coded import exact
 from polytempo.compression.encoding.feedback import feedback
+from polytempo.compression.exchange.all_gather import all_gather
 from polytempo.compression.exchange.packing import EXACT_BELOW
 from polytempo.compression.exchange.reduce_scatter import reduce_scatter
 from polytempo.compression.exchange.through import through
 from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Bundle, Codec, Cost, Port, Promise, Route, Transform
-from polytempo.core.cost import num_bytes
+from polytempo.core.calls.refusals import refuse
+from polytempo.core.cost import num_bytes, route_name
 from polytempo.core.state import narrowed, wide
 from polytempo.core.transform import cost_of
 
@@ -38,17 +40,21 @@ def differences(codec: Codec, route: Route | WireRoute | None = None, *, exact_b
     exchange, and the first among another number of ranks, sends xᵢ as it is. Where x comes to rest, x - h gets small,
     and its encoding's error, too. With a codec that loses nothing h is the mean, to rounding.
 
-    Codes of a sum go by `reduce_scatter`: its owner's rest of the sum is a part of its own hᵢ. So do casts by default,
-    because sums of 16-bit wires would be rounded, and stay so in h. Otherwise `route` and `exact_below` are as in
-    `through`. 16-bit tensors are exchanged and kept in float32. With one rank nothing is encoded.
+    Codes of a sum go by `reduce_scatter`: its owner's rest of the sum is a part of its own hᵢ. So do casts by default:
+    routes that add 16-bit wires round their sums, and h would keep the errors, so that these routes are refused.
+    Otherwise `route` and `exact_below` are as in `through`. 16-bit tensors are exchanged and kept in float32. With one
+    rank nothing is encoded.
 
     Cost: the codec's, and once a sum of all values. Memory for hᵢ and h. A lost rank leaves its hᵢ in h, so elastic
     runs are refused. Raises ValueError as `feedback` does, for a codec with a memory, and for errors that may be larger
-    than the input.
+    than the input; `Incompatible` (PT2804) for a cast over a route that adds its wires.
     """
     fed = feedback(codec)  # its residual after one encoding is the part that did not travel
     by = reduce_scatter if route is None and codec.facts.elementwise else route
     coded, whole = through(fed, route=by, exact_below=exact_below), through(feedback(exact()), route=reduce_scatter)
+    rounds = codec.facts.elementwise and codec.facts.law.kind != "lossless"
+    if rounds and by not in (reduce_scatter, all_gather):
+        refuse({"differences", "rounded sums"}, codec=codec.facts.name, route=route_name(by))
 
     def init(parameters: Bundle) -> DifferencesState:
         own, total = (parameters.map(lambda flat: flat.new_zeros(flat.shape, dtype=wide(flat.dtype))) for _ in range(2))
@@ -56,7 +62,7 @@ def differences(codec: Codec, route: Route | WireRoute | None = None, *, exact_b
 
     async def apply(port: Port, bundle: Bundle, state: DifferencesState) -> tuple[Bundle | None, DifferencesState]:
         if port.size == 1:
-            return bundle, state
+            return bundle, state._replace(size=1)  # the ranks of a later resume would all have this one's hᵢ
         begins = state.size != port.size
         own, total = (torch.zeros_like(h.flat) if begins else h.flat for h in (state.own, state.total))
         share = 1 / port.size if bundle.share is None else bundle.share
