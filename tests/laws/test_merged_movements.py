@@ -17,9 +17,10 @@ from laws.harness import Setting, run
 from polytempo import collectives
 from polytempo import compression as c
 from polytempo import strategies as s
-from polytempo.aggregation import Merge, median, merged, nearest_to_median
+from polytempo.aggregation import Merge, bulyan, krum, median, merged, multi_krum, nearest_to_median, trimmed_mean
 from polytempo.core import Strategy
 from polytempo.jobs.digits import job
+from polytempo.planner.search_space import SearchSpace
 from some_cases import examples
 
 LIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -148,13 +149,65 @@ def test_one_wrong_worker_of_five_ruins_diloco_by_the_mean_and_not_by_those_that
         assert accuracy(s.diloco(8, merge=against(1, lie, mean_of))) < 0.4
 
 
+# ---------------------------------------------------------------------- too few workers
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies", "least"),
+    [
+        (s.robust_sgd(krum(1)), 1, 5),
+        (s.robust_sgd(trimmed_mean(1), momentum=0.9), 1, 3),
+        (s.local_sgd(4, merge=multi_krum(1, kept=4)), 1, 7),
+        (s.diloco(40, merge=nearest_to_median(1)), 1, 3),
+        (s.diloco(4, codec=c.feedback(c.int8()), merge=nearest_to_median(1, kept=5)), 1, 6),
+        (s.streaming_diloco(6, merge=bulyan(0)), 1, 3),
+        (s.streaming_diloco(6, delay=0, merge=bulyan(0)), 1, 3),
+        (s.sparta(outer=s.diloco(4, merge=nearest_to_median(1))), 1, 3),
+        (s.gpipe(2, inner=s.diloco(4, merge=nearest_to_median(1))), 2, 6),
+        (s.codistillation(2, inner=s.robust_sgd(krum(1))), 2, 10),
+        (s.islands(s.robust_sgd(trimmed_mean(1)), s.local_sgd(4)), 1, 6),
+        (s.islands(outer=s.diloco(4, merge=nearest_to_median(1)), number=3), 1, 3),
+    ],
+    ids=str,
+)
+def test_too_few_workers_for_a_merge_are_refused_before_the_run(strategy: Strategy, copies: int, least: int) -> None:
+    says = rf"merge that needs at least {least} workers, and there are {2 * copies}; use workers={least} or more"
+    for start in (pt.run, pt.simulate):
+        with pytest.raises(ValueError, match=says):
+            start(job, strategy, workers=2 * copies, steps=1)
+    with pytest.raises(ValueError, match=says):
+        pt.explain(strategy, 2 * copies)
+    for enough in (copies, least):
+        assert pt.explain(strategy, enough).workers == enough
+
+
+def test_an_elastic_run_must_not_shrink_below_a_merge() -> None:
+    strategy = s.diloco(4, merge=nearest_to_median(2))
+    for more in ({"min_workers": 3}, {"min_workers": 1}, {"max_workers": 6}):
+        with pytest.raises(ValueError, match="would go on with fewer; use min_workers=5 or more"):
+            pt.run(job, strategy, 6, steps=1, **more)  # type: ignore[arg-type]
+
+
+def test_too_few_islands_and_clients_for_a_merge_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 3 islands, and there are 2; use number=3 or more"):
+        s.islands(outer=s.diloco(4, merge=nearest_to_median(1)))
+    with pytest.raises(ValueError, match=r"krum\(wrong=1\) needs at least 5 clients, and a round of .* has 4"):
+        pt.federated.fed_robust(pt.federated.fed_avg(4), krum(1))
+
+
+def test_a_plan_leaves_out_runs_with_too_few_workers_for_a_merge() -> None:
+    runs, left = SearchSpace(("diloco(merge=nearest_to_median)",), (2, 3), (8,)).runs()
+    assert [run.workers for run in runs] == [3]
+    assert [each.what.rpartition(", ")[2] for each in left] == ["2 workers"]
+
+
 # ---------------------------------------------------------------------- refused numbers
 
 
 def test_too_few_ranks_and_too_many_kept_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nearest_to_median\(.*\) needs at least 5 ranks, got 4; lower wrong or add"):
+    with pytest.raises(ValueError, match=r"nearest_to_median\(.*\) needs at least 5 ranks, got 4; lower its numbers"):
         applied(merged(nearest_to_median(2)), bundles(normal(4)))
-    with pytest.raises(ValueError, match="with 5 ranks can keep 4 at most; lower kept or add workers"):
+    with pytest.raises(ValueError, match="needs at least 6 ranks, got 5; lower its numbers or add"):
         nearest_to_median(1, kept=5)(normal(5))
     with pytest.raises(ValueError, match="nearest_to_median keeps at least 1 buffer, got kept=0"):
         nearest_to_median(kept=0)

@@ -571,6 +571,8 @@ def test_compensation_adapts_to_the_size_of_gradients() -> None:
         (lambda: cutoff(-1), "limit >= 0 updates, got -1"),
         *[(lambda a=a: gate(a, 4), f"finite decay >= 0, got {a}") for a in (-1, math.inf, math.nan)],
         (lambda: gate(0.1, 0), "limit >= 1 update, got 0"),
+        *[(lambda n=n: gate(0.1, n), f"limit must be a whole number, got {n}") for n in (1.5, math.nan, True)],
+        (lambda: gate(True, 4), "decay must be a number, got True"),
         (lambda: clip(0), "norm > 0, got 0"),
         (lambda: compensate(-1), "strength >= 0, got -1"),
         (lambda: compensate(1, mean_square=1), "0 <= mean_square < 1, got 1"),

@@ -276,6 +276,11 @@ def _rule(strategy: Strategy) -> str:
         ("easgd(beta=0)", "0 < beta < 1, got 0"),
         ("async_diloco(outer_lr=0.5, outer_optimizer=adam)", "give one or the other"),
         ("decoupled_diloco(outer_momentum=0.5, outer_optimizer=adam)", "give one or the other"),
+        ("async_diloco(momentum_every=2, outer_optimizer=adam)", "momentum_every=2 belong .*; give one or the other"),
+        (
+            "decoupled_diloco(momentum_every=2, outer_optimizer=adam)",
+            "momentum_every=2 belong .*; give one or the other",
+        ),
         ("async_diloco(outer_optimizer=schedule_free)", r"no outer step schedule_free\(.*; take adam\(\)"),
         ("decoupled_diloco(outer_optimizer=heavy_ball(clip=1.0))", r"take .* heavy_ball\(\) without clip"),
         ("backup_workers(backups=-1)", "backups >= 0 workers, got -1"),

@@ -175,6 +175,13 @@ def test_wrong_numbers_are_refused() -> None:
     for tau, iterations in ((0.0, 1), (float("nan"), 1), (1.0, 0)):
         with pytest.raises(ValueError, match="centered_clip needs tau above 0 and at least 1 iteration"):
             centered_clip(tau, iterations)
+    for tau, iterations, says in (
+        (True, 1, "tau must be a number, got True"),
+        ("1", 1, "tau must be a number, got '1'"),
+        (1.0, 1.5, r"iterations must be a whole number, got 1\.5"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            centered_clip(tau, iterations)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"momentum is at least 0 and below 1, got 1\.5"):
         s.robust_sgd(median, momentum=1.5)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import applied, bundles, flats, normal
-from polytempo.aggregation import Merge, bulyan, krum, mean, median, merged, multi_krum, trimmed_mean
+from polytempo.aggregation import Merge, bulyan, krum, mean, median, merged, multi_krum, nearest_to_median, trimmed_mean
+from polytempo.compression import int8, through
 from polytempo.core import Promise, Transform
 from some_cases import examples
 
@@ -86,7 +87,7 @@ def test_multi_krum_is_the_mean_of_those_that_krum_ranks_first() -> None:
     """Scores over the nearest 2 of 5: 0.5, 0.2, 0.5, 1.3, huge."""
     rows = [torch.tensor([value]) for value in (1.0, 1.1, 1.2, 2.0, 50.0)]
     assert float(multi_krum(1)(rows)) == pytest.approx(1.05)  # 5 - 1 - 2 = 2 are kept, the tie goes to the lower rank
-    with pytest.raises(ValueError, match="with 5 ranks can keep 2 at most; lower kept or add workers"):
+    with pytest.raises(ValueError, match="needs at least 6 ranks, got 5; lower its numbers or add"):
         multi_krum(1, kept=3)(rows)
     with pytest.raises(ValueError, match="keeps at least 1 buffer, got kept=0"):
         multi_krum(kept=0)
@@ -129,10 +130,10 @@ def test_only_krum_looks_at_the_whole_model_at_once(transform: Transform, separa
 @pytest.mark.parametrize(
     ("merge", "num_ranks", "message"),
     [
-        (trimmed_mean(2), 4, r"trimmed_mean\(cut=2\) needs more than 4 ranks, got 4; lower cut or add workers"),
-        (krum(1), 4, r"krum\(wrong=1\) needs at least 5 ranks, got 4; lower wrong or add workers"),
-        (multi_krum(1), 4, r"multi_krum\(.*\) needs at least 5 ranks, got 4; lower wrong or add workers"),
-        (bulyan(1), 6, r"bulyan\(wrong=1\) needs at least 7 ranks, got 6; lower wrong or add workers"),
+        (trimmed_mean(2), 4, r"trimmed_mean\(cut=2\) needs at least 5 ranks, got 4; lower its numbers or add"),
+        (krum(1), 4, r"krum\(wrong=1\) needs at least 5 ranks, got 4; lower its numbers or add"),
+        (multi_krum(1), 4, r"multi_krum\(.*\) needs at least 5 ranks, got 4; lower its numbers or add"),
+        (bulyan(1), 6, r"bulyan\(wrong=1\) needs at least 7 ranks, got 6; lower its numbers or add"),
     ],
 )
 def test_too_few_ranks_for_the_promise_are_refused(merge: Merge, num_ranks: int, message: str) -> None:
@@ -145,6 +146,39 @@ def test_negative_numbers_of_wrong_ranks_are_refused() -> None:
         trimmed_mean(-1)
     with pytest.raises(ValueError, match="wrong must be >= 0, got -1"):
         krum(-1)
+
+
+@pytest.mark.parametrize("given", [1.5, 2.0, True, "1"])
+def test_other_things_than_whole_numbers_are_refused(given: Any) -> None:
+    for make in (trimmed_mean, krum, multi_krum, nearest_to_median, bulyan):
+        with pytest.raises(ValueError, match=rf"(cut|wrong) must be a whole number, got {given!r}"):
+            make(given)
+    for kept_by in (multi_krum, nearest_to_median):
+        with pytest.raises(ValueError, match=rf"kept must be a whole number, got {given!r}"):
+            kept_by(1, given)
+
+
+@pytest.mark.parametrize(
+    ("merge", "least"),
+    [
+        (trimmed_mean(2), 5),
+        (krum(0), 3),
+        (krum(2), 7),
+        (multi_krum(1), 5),
+        (multi_krum(1, kept=4), 7),
+        (nearest_to_median(0), 1),
+        (nearest_to_median(2), 5),
+        (nearest_to_median(1, kept=4), 5),
+        (bulyan(1), 7),
+    ],
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
+def test_a_merge_says_how_many_ranks_it_needs(merge: Merge, least: int) -> None:
+    assert merged(merge).least_ranks == through(int8(), merge).least_ranks == least
+    assert merge(normal(least)).isfinite().all()
+    if least > 1:
+        with pytest.raises(ValueError, match=rf"needs at least {least} ranks, got {least - 1}; lower its numbers"):
+            merge(normal(least - 1))
 
 
 def test_any_pair_of_honest_ranks_outvotes_one_liar_in_a_median_of_three() -> None:

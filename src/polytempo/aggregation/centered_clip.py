@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polytempo.core import call_name
 from polytempo.core.arithmetic.merge import Merge
+from polytempo.core.calls.typed_arguments import check_real, check_whole
 
 
 def centered_clip(tau: float = 10.0, iterations: int = 1) -> Merge:
@@ -21,11 +22,13 @@ def centered_clip(tau: float = 10.0, iterations: int = 1) -> Merge:
     `robust_sgd(centered_clip(tau), momentum=0.9)`.
 
     It remembers c, so it is a merge of `merged`, and neither of codes nor of rounds of clients. Running statistics are
-    merged by the `median`.
+    merged by the `median`. Stages of a pipeline, and fragments of a model, each have a c, and τ counts for each.
 
     Source: S. P. Karimireddy, L. He and M. Jaggi, "Learning from history for Byzantine robust optimization", 2021,
     algorithms 1 and 2. Deviation: every rank gathers all, and computes c itself.
     """
+    check_real(tau=tau)
+    check_whole(iterations=iterations)
     if not tau > 0 or iterations < 1:
         raise ValueError(f"centered_clip needs tau above 0 and at least 1 iteration, got {tau} and {iterations}")
 

@@ -46,7 +46,7 @@ def from_anchor(transform: Transform, lr: float = 1.0) -> Transform:
 
     beside = inside(transform.beside, lambda state: state.inner)
     lost = Promise.LINEAR if lr == 1 else Promise.LINEAR | Promise.IDLE_ALONE
-    return Transform(init, apply, transform.promises & ~lost, cost, beside)
+    return Transform(init, apply, transform.promises & ~lost, cost, beside, least_ranks=transform.least_ranks)
 
 
 class MomentumState(NamedTuple):
@@ -131,4 +131,4 @@ def quasi_global(transform: Transform, momentum: float = 0.9, smoothing: float =
 
     beside = inside(transform.beside, lambda state: state.inner.inner)
     lost = Promise.LINEAR | Promise.IDLE_ALONE
-    return Transform(init, apply, transform.promises & ~lost, cost, beside)
+    return Transform(init, apply, transform.promises & ~lost, cost, beside, least_ranks=transform.least_ranks)

@@ -1,7 +1,8 @@
 """Merges that a minority of wrong or malicious ranks cannot steer.
 
 A merge is a pure function of all ranks' flat buffers. `merged` gathers them and applies it. `vote` looks at signs
-alone.
+alone. Merges of whole buffers look at each stage of a pipeline, and at each fragment of a model, alone: they may choose
+other ranks there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Exchange, Port, Promise, State, Transform, call_name, stateless
-from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge, least_ranks
+from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.cost import gathered, num_bytes, route_name
 
 
@@ -40,7 +42,7 @@ def merged(merge: Merge) -> Transform:
         return _gathering(merge, parameters, num_ranks)
 
     promises = Promise.SEPARABLE if getattr(merge, "coordinate_wise", True) else Promise(0)
-    return stateless(apply, promises=promises, cost=cost, beside=beside)
+    return stateless(apply, promises=promises, cost=cost, beside=beside, least_ranks=least_ranks(merge))
 
 
 class LastAnswer(NamedTuple):
@@ -64,7 +66,8 @@ def _from_last(merge: Callable[..., Tensor]) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return _gathering(merge, parameters, num_ranks).remembering(num_bytes(parameters))
 
-    return Transform(init, apply, Promise.IDLE_ALONE, cost, merged(median).beside)
+    beside, least = merged(median).beside, least_ranks(merge)
+    return Transform(init, apply, Promise.IDLE_ALONE, cost, beside, least_ranks=least)
 
 
 def _gathering(merge: Callable[..., Tensor], parameters: Bundle, num_ranks: int) -> Cost:
@@ -88,18 +91,15 @@ def trimmed_mean(cut: int = 1) -> Merge:
     Holds against `cut` wrong ranks; needs N > 2·cut.
     Source: D. Yin et al., "Byzantine-robust distributed learning", 2018, Definition 2.
     """
+    check_whole(cut=cut)
     if cut < 0:
         raise ValueError(f"cut must be >= 0, got {cut}")
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
-        if len(buffers) <= 2 * cut:
-            raise ValueError(
-                f"trimmed_mean(cut={cut}) needs more than {2 * cut} ranks, got {len(buffers)}; lower cut or add workers"
-            )
+        _check_ranks(merge, len(buffers))
         return torch.stack(list(buffers)).sort(dim=0).values[cut : len(buffers) - cut].mean(dim=0)
 
-    merge.__name__ = call_name(trimmed_mean, locals())
-    return merge
+    return _known(merge, call_name(trimmed_mean, locals()), 2 * cut + 1)
 
 
 def krum(wrong: int = 1) -> Merge:
@@ -111,9 +111,10 @@ def krum(wrong: int = 1) -> Merge:
     _check_wrong(wrong)
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
-        return _closest(buffers, wrong, 1, f"krum(wrong={wrong})").squeeze(0)
+        _check_ranks(merge, len(buffers))
+        return _closest(buffers, wrong, 1).squeeze(0)
 
-    return _whole(merge, call_name(krum, locals()))
+    return _whole(merge, call_name(krum, locals()), 2 * wrong + 3)
 
 
 def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
@@ -126,14 +127,12 @@ def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
     """
     _check_wrong(wrong)
     _check_kept(kept, "multi_krum")
-    name = call_name(multi_krum, locals())
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
-        most = len(buffers) - wrong - 2
-        _check_most(kept, most, len(buffers), name)
-        return _closest(buffers, wrong, most if kept is None else kept, name).mean(dim=0)
+        _check_ranks(merge, len(buffers))
+        return _closest(buffers, wrong, len(buffers) - wrong - 2 if kept is None else kept).mean(dim=0)
 
-    return _whole(merge, name)
+    return _whole(merge, call_name(multi_krum, locals()), max(2 * wrong + 3, (kept or 1) + wrong + 2))
 
 
 def nearest_to_median(wrong: int = 1, kept: int | None = None) -> Merge:
@@ -147,18 +146,15 @@ def nearest_to_median(wrong: int = 1, kept: int | None = None) -> Merge:
     """
     _check_wrong(wrong)
     _check_kept(kept, "nearest_to_median")
-    name = call_name(nearest_to_median, locals())
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
-        _check_ranks(len(buffers), 2 * wrong + 1, name)
-        most = len(buffers) - wrong
-        _check_most(kept, most, len(buffers), name)
+        _check_ranks(merge, len(buffers))
         stacked = torch.stack(list(buffers))
         distances = ((stacked - median(buffers)) ** 2).sum(dim=1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        chosen = distances.argsort(stable=True)[: most if kept is None else kept]
+        chosen = distances.argsort(stable=True)[: len(buffers) - wrong if kept is None else kept]
         return stacked.index_select(0, chosen.sort().values).mean(dim=0)
 
-    return _whole(merge, name)
+    return _whole(merge, call_name(nearest_to_median, locals()), max(2 * wrong + 1, (kept or 1) + wrong))
 
 
 def bulyan(wrong: int = 1) -> Merge:
@@ -177,7 +173,7 @@ def bulyan(wrong: int = 1) -> Merge:
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
         num_ranks = len(buffers)
-        _check_ranks(num_ranks, 4 * wrong + 3, f"bulyan(wrong={wrong})")
+        _check_ranks(merge, num_ranks)
         stacked = torch.stack(list(buffers))
         distances = _distances(stacked)
         gone = torch.zeros(num_ranks, dtype=torch.bool, device=stacked.device)
@@ -190,12 +186,11 @@ def bulyan(wrong: int = 1) -> Merge:
         nearest = (chosen - median(list(chosen))).abs().argsort(dim=0)[: num_ranks - 4 * wrong]
         return chosen.gather(0, nearest).mean(dim=0)
 
-    return _whole(merge, call_name(bulyan, locals()))
+    return _whole(merge, call_name(bulyan, locals()), 4 * wrong + 3)
 
 
-def _closest(buffers: Sequence[Tensor], wrong: int, kept: int, name: str) -> Tensor:
+def _closest(buffers: Sequence[Tensor], wrong: int, kept: int) -> Tensor:
     """The `kept` buffers with the lowest of Krum's scores, one a row, in the order of ranks where scores are equal."""
-    _check_ranks(len(buffers), 2 * wrong + 3, name)
     stacked = torch.stack(list(buffers))
     scores = _scores(_distances(stacked), len(buffers) - wrong - 2)
     return stacked.index_select(0, scores.argsort(stable=True)[:kept])
@@ -212,31 +207,36 @@ def _scores(distances: Tensor, num_nearest: int) -> Tensor:
     return distances.sort(dim=1).values[:, :num_nearest].sum(dim=1)
 
 
-def _whole(merge: Merge, name: str) -> Merge:
-    """`merge` under that name, marked as a merge of whole buffers."""
+def _known(merge: Merge, name: str, least: int = 1) -> Merge:
+    """`merge` under that name, with the number of ranks that it needs."""
     merge.__name__ = name
-    merge.coordinate_wise = False  # type: ignore[attr-defined]
+    merge.least_ranks = least  # type: ignore[attr-defined]
     return merge
 
 
+def _whole(merge: Merge, name: str, least: int = 1) -> Merge:
+    """The same, marked as a merge of whole buffers."""
+    merge.coordinate_wise = False  # type: ignore[attr-defined]
+    return _known(merge, name, least)
+
+
 def _check_wrong(wrong: int) -> None:
+    check_whole(wrong=wrong)
     if wrong < 0:
         raise ValueError(f"wrong must be >= 0, got {wrong}")
 
 
 def _check_kept(kept: int | None, name: str) -> None:
+    check_whole(kept=1 if kept is None else kept)
     if kept is not None and kept < 1:
         raise ValueError(f"{name} keeps at least 1 buffer, got kept={kept}")
 
 
-def _check_most(kept: int | None, most: int, num_ranks: int, name: str) -> None:
-    if kept is not None and kept > most > 0:
-        raise ValueError(f"{name} with {num_ranks} ranks can keep {most} at most; lower kept or add workers")
-
-
-def _check_ranks(num_ranks: int, least: int, name: str) -> None:
-    if num_ranks < least:
-        raise ValueError(f"{name} needs at least {least} ranks, got {num_ranks}; lower wrong or add workers")
+def _check_ranks(merge: Merge, num_ranks: int) -> None:
+    if num_ranks < (least := least_ranks(merge)):
+        raise ValueError(
+            f"{route_name(merge)} needs at least {least} ranks, got {num_ranks}; lower its numbers or add workers"
+        )
 
 
 def vote(buffers: Sequence[Tensor]) -> Tensor:

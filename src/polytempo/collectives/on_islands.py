@@ -38,8 +38,10 @@ def within_islands(transform: Transform, number: Islands) -> Transform:
         columns = zip_longest(*(one.exchanges for one in each))
         return Cost(tuple(_at_once(column, number) for column in columns), max(one.memory_bytes for one in each))
 
-    apply = WithinIslands(transform, number)
-    return Transform(transform.init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+    apply, promises = WithinIslands(transform, number), transform.promises & ~Promise.LINEAR
+    islands = number if isinstance(number, int) else len(number)
+    least = 1 if transform.least_ranks == 1 else islands * transform.least_ranks
+    return Transform(transform.init, apply, promises, cost, beside, least_ranks=least)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def between_islands(transform: Transform, number: Islands) -> Transform:
             found.append(Exchange("broadcast", at_once([told(leaf, len(r)) for r in islands if len(r) > 1])))
         return Cost(tuple(found), between.memory_bytes)
 
-    apply = BetweenIslands(transform, number)
-    return Transform(init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
+    apply, promises = BetweenIslands(transform, number), transform.promises & ~Promise.LINEAR
+    return Transform(init, apply, promises, cost, beside, least_ranks=transform.least_ranks)
 
 
 @dataclass(frozen=True)

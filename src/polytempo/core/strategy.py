@@ -318,6 +318,11 @@ class Strategy:
         return 1 if self.distillation is None else self.distillation.groups
 
     @property
+    def least_ranks(self) -> int:
+        """Ranks that its merges need."""
+        return max(self.gradients.least_ranks, self.parameters.least_ranks)
+
+    @property
     def is_noisy(self) -> bool:
         """True where samples spend privacy, which is then counted."""
         return self.sample_privacy is not None and self.sample_privacy.noise > 0
@@ -367,6 +372,17 @@ class Strategy:
         return self.name
 
     __repr__ = __str__
+
+
+def check_merges(strategy: Strategy, workers: int) -> None:
+    """ValueError for fewer workers than the merges of `strategy` need. One that no other meets merges nothing."""
+    apart = strategy.holders * strategy.groups
+    least = strategy.least_ranks * apart
+    if apart < workers < least:
+        raise ValueError(
+            f"{strategy} has a merge that needs at least {least} workers, and there are {workers}; use workers={least} "
+            "or more, or a merge with smaller numbers"
+        )
 
 
 def undoes_steps(strategy: Strategy) -> bool:

@@ -57,6 +57,7 @@ class Transform(NamedTuple):
     `cost`: messages, computations and memory, computed from shapes (`polytempo.explain`). None: unknown.
     `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
     that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
+    `least_ranks`: the number of ranks that its merges need, unless a rank is alone.
     `name`: the call that makes it, where it is an argument of a strategy.
     `at_server`: the same step of an outer optimizer inside a parameter server (a `core.rule.UpdateRule`). None: there
     is none.
@@ -69,6 +70,7 @@ class Transform(NamedTuple):
     beside: Beside | None = None
     name: str = ""
     at_server: object | None = None
+    least_ranks: int = 1
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:
@@ -112,13 +114,15 @@ def stateless(
     promises: Promise = Promise.SEPARABLE,
     cost: CostOf | None = None,
     beside: Beside | None = None,
+    least_ranks: int = 1,
 ) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
 
     async def with_state(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
-    return Transform(lambda parameters: None, with_state, promises | Promise.IDLE_ALONE, cost, beside)
+    promises |= Promise.IDLE_ALONE
+    return Transform(lambda parameters: None, with_state, promises, cost, beside, least_ranks=least_ranks)
 
 
 def identity() -> Transform:
@@ -142,6 +146,11 @@ def _kept(parts: Iterable[Transform]) -> Promise:
     return reduce(and_, (part.promises for part in parts), ~Promise(0))
 
 
+def _most(parts: Iterable[Transform]) -> int:
+    """The number of ranks that the merges of all parts need."""
+    return max((part.least_ranks for part in parts), default=1)
+
+
 def chain(*transforms: Transform) -> Transform:
     """One after the other. A step without an update (None) ends the chain for that step."""
 
@@ -159,7 +168,8 @@ def chain(*transforms: Transform) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return reduce(Cost.plus, (cost_of(t, parameters, num_ranks) for t in transforms), Cost())
 
-    return Transform(init, apply, _kept(transforms), cost, beside_of(dict(enumerate(transforms))))
+    beside = beside_of(dict(enumerate(transforms)))
+    return Transform(init, apply, _kept(transforms), cost, beside, least_ranks=_most(transforms))
 
 
 def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]) -> Transform:
@@ -205,7 +215,11 @@ def only(chosen: Callable[[str], bool], transform: Transform) -> Transform:
         found = names(parameters)
         return cost_of(transform, parameters.select(found), num_ranks) if found else Cost()
 
-    return Transform(lambda parameters: None, apply, transform.promises, cost, transform.beside)
+    def init(parameters: Bundle) -> State:
+        return None
+
+    promises, least = transform.promises, transform.least_ranks
+    return Transform(init, apply, promises, cost, transform.beside, least_ranks=least)
 
 
 def divided(parts: Callable[[Bundle], Mapping[str, list[str]]], branches: Mapping[str, Transform]) -> Transform:
@@ -254,4 +268,5 @@ def divided(parts: Callable[[Bundle], Mapping[str, list[str]]], branches: Mappin
         branch = next(branch for branch in besides if branch in state)
         return await besides[branch](port, bundle, state[branch])
 
-    return Transform(init, apply, _kept(branches.values()), cost, beside if besides else None)
+    parts_beside = beside if besides else None
+    return Transform(init, apply, _kept(branches.values()), cost, parts_beside, least_ranks=_most(branches.values()))

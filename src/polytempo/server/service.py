@@ -112,18 +112,19 @@ def outer_step(lr: float, momentum: float, momentum_every: int = 1, option: str 
     return UpdateRule("sgd", lr, momentum=momentum, nesterov=True, momentum_every=momentum_every)
 
 
-def outer_rule(optimizer: Transform | None, own: UpdateRule) -> UpdateRule:
-    """`optimizer` as the server's step; without one `own`, which is plain SGD at 0.7 where a user says nothing else.
+def outer_rule(optimizer: Transform | None, lr: float, momentum: float, momentum_every: int) -> UpdateRule:
+    """`optimizer` as the server's step; without one `outer_step` of the numbers, which are 0.7, 0 and 1 by default.
 
-    Errors: ValueError for both, and for an optimizer without a step at a server.
+    Errors: ValueError for an optimizer and other numbers, and for an optimizer without a step at a server.
     """
+    own = outer_step(lr, momentum, momentum_every)
     if optimizer is None:
         return own
     name = optimizer.name or "a transform"
-    if own != UpdateRule("sgd", 0.7):
+    if (lr, momentum, momentum_every) != (0.7, 0.0, 1):
         raise ValueError(
-            f"outer_lr={own.lr}, outer_momentum={own.momentum} and momentum_every={own.momentum_every} belong to "
-            f"Nesterov's steps, and outer_optimizer={name} has numbers of its own; give one or the other"
+            f"outer_lr={lr}, outer_momentum={momentum} and momentum_every={momentum_every} belong to Nesterov's steps, "
+            f"and outer_optimizer={name} has numbers of its own; give one or the other"
         )
     if not isinstance(optimizer.at_server, UpdateRule):
         raise ValueError(

@@ -18,6 +18,7 @@ from polytempo.core import Bundle, Codec, Cost, Exchange, Sent, Strategy, Transf
 from polytempo.core.codec import DeltaCodec, PullCodec
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
+from polytempo.core.strategy import check_merges
 from polytempo.core.transform import cost_of
 from polytempo.federated.rounds import CONTROL, unserved
 from polytempo.federated.secure_sum import secure_bytes, secure_down_bytes
@@ -160,20 +161,20 @@ def explain(
 
     Units: messages, bytes, floating-point operations, each of one step; `memory_bytes` of one worker. Numbers equal the
     virtual world's counts for an exchange of all parameters together (a world that overlaps exchanges with the backward
-    pass sends each bucket separately: as many bytes, more messages). Where `exchange.exact` is False, values decide,
-    and bytes are an upper bound. Not counted: running statistics, an optimizer's state that travels
-    (`strategy.carries_optimizer`), and other messages of a parameter server's protocol (acknowledgements, tickets,
-    copies of shards). A graph that changes from step to step (`gossip`) counts as in its first step. Where the model is
-    cut into stages, exchanges between replicas of a stage count, for stages with equally many parameters; traffic
-    across the cuts depends on the batch (`polytempo cut`). Where layers are in parts, exchanges between workers with
-    the same parts count, as if all layers were in equal parts (of `hybrid`, as if none was divided); traffic between
-    parts depends on the batch.
+    pass sends each bucket separately, and an all-gather behind later steps goes round by round: as many bytes, more
+    messages). Where `exchange.exact` is False, values decide, and bytes are an upper bound. Not counted: running
+    statistics, an optimizer's state that travels (`strategy.carries_optimizer`), and other messages of a parameter
+    server's protocol (acknowledgements, tickets, copies of shards). A graph that changes from step to step (`gossip`)
+    counts as in its first step. Where the model is cut into stages, exchanges between replicas of a stage count, for
+    stages with equally many parameters; traffic across the cuts depends on the batch (`polytempo cut`). Where layers
+    are in parts, exchanges between workers with the same parts count, as if all layers were in equal parts (of
+    `hybrid`, as if none was divided); traffic between parts depends on the batch.
 
     Rounds of clients (`fed_avg`) have `found.round`, the bytes to and from a client on a machine of its own; their
     exchanges are of the workers that play the clients of `pt.run`.
 
-    Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
-    one's own that does not say its cost.
+    Errors: ValueError where `workers` is less than 1 or than a merge needs, where there are no parameters, and for a
+    transform or a route of one's own that does not say its cost.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
@@ -185,6 +186,7 @@ def explain(
         raise ValueError(f"{strategy} has each model on {holders} workers; workers must be a multiple, got {workers}")
     if workers % groups:
         raise ValueError(f"{strategy} has {groups} groups; workers must be a multiple, got {workers}")
+    check_merges(strategy, workers)
     bundle, schedule = _bundle(parameters), strategy.schedule
     found, memory = _exchanges(strategy, bundle, range(workers) if hosts is None else hosts)
     return Explanation(

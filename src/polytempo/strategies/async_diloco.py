@@ -8,7 +8,7 @@ from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import in_shares
 from polytempo.server.rules.staleness import scale_of
-from polytempo.server.service import outer_rule, outer_step, served
+from polytempo.server.service import outer_rule, served
 from polytempo.server.worker.transforms import push_movement
 
 
@@ -69,7 +69,7 @@ def async_diloco(
             in_shares(scale_of(scale)),
             shards=shards,
             replicas=replicas,
-            optimizer=outer_rule(outer_optimizer, outer_step(outer_lr, outer_momentum, momentum_every)),
+            optimizer=outer_rule(outer_optimizer, outer_lr, outer_momentum, momentum_every),
             codec=codec,
             pull_codec=pull_codec,
         ),

@@ -7,7 +7,7 @@ from polytempo.core.calls.call_name import BRIEF
 from polytempo.core.codec import PullCodec
 from polytempo.core.rule import Service
 from polytempo.server.rules.synchronous_step import quorum as rule
-from polytempo.server.service import outer_rule, outer_step, served
+from polytempo.server.service import outer_rule, served
 from polytempo.server.worker.transforms import push_movement
 
 
@@ -64,7 +64,7 @@ def decoupled_diloco(
             shards=shards,
             replicas=replicas,
             waits=quorum > 1 or grace_s > 0,
-            optimizer=outer_rule(outer_optimizer, outer_step(outer_lr, outer_momentum, momentum_every)),
+            optimizer=outer_rule(outer_optimizer, outer_lr, outer_momentum, momentum_every),
             codec=codec,
             pull_codec=pull_codec,
         ),

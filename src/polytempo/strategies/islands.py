@@ -43,6 +43,11 @@ def islands(inner: Strategy | None = None, outer: Strategy | None = None, number
         raise ValueError(f"{name}: number must be at least 1 island")
     checked_inner(inner, "islands")
     checked_inner(outer, "islands")
+    if 1 < number < outer.least_ranks:
+        raise ValueError(
+            f"{name}: {outer} has a merge that needs at least {outer.least_ranks} islands, and there are {number}; use "
+            f"number={outer.least_ranks} or more, or a merge with smaller numbers"
+        )
     if not (inner.synchronized and is_idle(inner.parameters, _SOME_RANKS)):
         raise ValueError(
             f"{name}: the workers of an island have equal models after every step, and {inner} lets them differ, or "

@@ -64,7 +64,8 @@ def delayed(delay: int, transform: Transform) -> Transform:
         return cost_of(transform, parameters, num_ranks).remembering(delay * num_bytes(parameters))
 
     promises = transform.promises & (Promise.SEPARABLE | Promise.WEIGHS)
-    return Transform(init, apply, promises, cost, None if transform.beside is None else beside)
+    statistics = None if transform.beside is None else beside
+    return Transform(init, apply, promises, cost, statistics, least_ranks=transform.least_ranks)
 
 
 async def _answer(value: Late | Any) -> Any:
@@ -106,4 +107,5 @@ def overlapped(transform: Transform) -> Transform:
         return cost_of(transform, parameters, num_ranks).remembering(2 * num_bytes(parameters))
 
     promises = transform.promises & ~Promise.LINEAR
-    return Transform(init, apply, promises, cost, None if transform.beside is None else beside)
+    statistics = None if transform.beside is None else beside
+    return Transform(init, apply, promises, cost, statistics, least_ranks=transform.least_ranks)

@@ -244,7 +244,7 @@ def _timed(timed: Timed) -> Transform:
 
     beside = inside(transform.beside, lambda state: state.inner)
     kept = transform.promises & ~Promise.SEPARABLE if rule is not None and rule.asks else transform.promises
-    return Transform(init, timed, kept, cost, beside)
+    return Transform(init, timed, kept, cost, beside, least_ranks=transform.least_ranks)
 
 
 def _one_number(cost: Cost) -> Exchange:

@@ -127,7 +127,8 @@ def behind(
         return found.remembering(copies * num_bytes(parameters))
 
     promises = transform.promises & ~(Promise.LINEAR | Promise.IDLE_ALONE)
-    return Transform(init, apply, promises, cost, None if transform.beside is None else beside)
+    statistics = None if transform.beside is None else beside
+    return Transform(init, apply, promises, cost, statistics, least_ranks=transform.least_ranks)
 
 
 def _merged(present: Tensor, answer: Tensor, asked: Bundle | None, blend: Blend) -> Tensor:

@@ -67,4 +67,5 @@ def masked(share: float, transform: Transform, seed: int = 0) -> Transform:
         return cost_of(transform, shapes(parameters), num_ranks)
 
     beside = inside(transform.beside, lambda state: state.inner)
-    return Transform(init, apply, transform.promises & ~Promise.LINEAR | Promise.IDLE_ALONE, cost, beside)
+    promises = transform.promises & ~Promise.LINEAR | Promise.IDLE_ALONE
+    return Transform(init, apply, promises, cost, beside, least_ranks=transform.least_ranks)

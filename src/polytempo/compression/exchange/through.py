@@ -22,7 +22,7 @@ from polytempo.core import (
     averaging,
     native,
 )
-from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge, least_ranks
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.codec import check_codec
@@ -90,7 +90,7 @@ def through(
         promises |= Promise.IDLE_ALONE
     if merge is None:
         promises |= Promise.WEIGHS
-    return Transform(init, apply, promises, cost, beside)
+    return Transform(init, apply, promises, cost, beside, least_ranks=least_ranks(merge))
 
 
 def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:

@@ -13,13 +13,19 @@ Merge = Callable[[Sequence[Tensor]], Tensor]
 
 A merge that looks at more than one coordinate at a time says so: `merge.coordinate_wise = False`. A merge that
 begins at its last answer says `merge.from_last = True`, and is called with that answer, too: `merge(buffers, last)`,
-with zeros at first; `aggregation.merged` remembers it.
+with zeros at first; `aggregation.merged` remembers it. A merge that needs several ranks says `merge.least_ranks = 5`:
+a run with fewer is refused before it begins. One rank alone merges nothing.
 """
 
 
 def begins_at_last(merge: Merge) -> bool:
     """True if the merge is called with its last answer."""
     return bool(getattr(merge, "from_last", False))
+
+
+def least_ranks(merge: Merge | None) -> int:
+    """The number of ranks that the merge needs."""
+    return int(getattr(merge, "least_ranks", 1))
 
 
 def check_merge(given: object) -> None:

@@ -69,14 +69,14 @@ def _written(kind: Any) -> str:
 
 
 def check_whole(**given: object) -> None:
-    """Raise ValueError that names a value other than a whole number: 2.0 is refused, because counts are exact."""
+    """Raise ValueError that names a value other than a whole number: not 2.0, because counts are exact, nor True."""
     for name, value in given.items():
-        if not isinstance(value, Integral):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number, got {value!r}")
 
 
 def check_real(**given: object) -> None:
     """Raise ValueError that names a value other than a number."""
     for name, value in given.items():
-        if not isinstance(value, Real):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise ValueError(f"{name} must be a number, got {value!r}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polytempo.aggregation import median
 from polytempo.core import Strategy, call_name, identity
-from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge
+from polytempo.core.arithmetic.merge import Merge, begins_at_last, check_merge, least_ranks
 from polytempo.core.calls.refusals import refuse
 from polytempo.federated.rounds import by_samples, rounds_of
 from polytempo.federated.strategies.fed_avg import fed_avg
@@ -21,8 +21,8 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
     wrong one could give a wrong number of samples. Clients' own tensors, proximal terms and codecs are as in `inner`.
 
     Errors: `Incompatible` (PT2511) for an inner strategy that weighs clients otherwise, or that adds control variates:
-    a wrong client would steer these sums; (PT2544) for a merge that begins at its last answer. ValueError in the first
-    round where `merge` needs more clients.
+    a wrong client would steer these sums; (PT2544) for a merge that begins at its last answer. ValueError for a
+    cohort of fewer clients than `merge` needs, and in a round of fewer (`private`).
 
     Cost: every worker receives the movements of all clients: cohort models of memory.
 
@@ -35,6 +35,11 @@ def fed_robust(inner: Strategy | None = None, merge: Merge = median) -> Strategy
     check_merge(merge)
     if begins_at_last(merge):
         refuse({"robust rounds", "merge with memory"}, merge=getattr(merge, "__name__", merge))
+    if rounds.number < (least := least_ranks(merge)):
+        raise ValueError(
+            f"{getattr(merge, '__name__', merge)} needs at least {least} clients, and a round of {inner} has "
+            f"{rounds.number}; use a larger cohort, or a merge with smaller numbers"
+        )
     local = rounds.local
     if rounds.secure is not None:
         refuse({"secure sum", "single movements"}, strategy=inner, reason="a merge compares single movements")

@@ -107,6 +107,11 @@ def check_elastic_spec(spec: RunSpec) -> None:
     options = spec.options
     check_elastic(spec.strategy)
     bounds_of(spec)
+    if (least := spec.strategy.least_ranks) > max(2, options.min_workers or 1):
+        raise ValueError(
+            f"{spec.strategy} has a merge that needs at least {least} workers, and the run would go on with fewer; use "
+            f"min_workers={least} or more, or a merge with smaller numbers"
+        )
     most, slices = options.max_workers or spec.workers, spec.strategy.slices
     if slices is not None:
         Invariant(slices).check(most)

@@ -6,6 +6,7 @@ from polytempo import jobs
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Strategy
 from polytempo.core.calls.typed_arguments import check_type
+from polytempo.core.strategy import check_merges
 from polytempo.data.plan import check_global_batch
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.run_spec import RunSpec
@@ -45,6 +46,7 @@ def check_workers(strategy: Strategy, workers: int) -> None:
             f"{strategy} needs at least {least * strategy.stages} workers{whose}, or it waits for none of them, and "
             f"there are {workers}; use workers={least * strategy.stages} or more, or a smaller argument"
         )
+    check_merges(strategy, workers)
 
 
 def check_noise_scale(spec: RunSpec) -> None:

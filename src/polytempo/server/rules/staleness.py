@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import cos, exp, isfinite, log2, pi
 
 from polytempo.core.calls.call_name import call_name
+from polytempo.core.calls.typed_arguments import check_real, check_whole
 from polytempo.core.rule import Add, Arrival, Drop, Rate, Situation, Staleness
 
 __all__ = ["gate", "power"]
@@ -85,8 +86,10 @@ def gate(decay: float, limit: int) -> Staleness:
     cosine and its end; this curve from 1 to 0 is ours. There it multiplies a movement before the moments of an outer
     Adam; here it is a factor of the rate, as every scale.
 
-    Errors: ValueError for a negative or infinite decay, and for a limit below 1.
+    Errors: ValueError for a negative or infinite decay, and for a limit that is not a whole number or below 1.
     """
+    check_real(decay=decay)
+    check_whole(limit=limit)
     if not (decay >= 0 and isfinite(decay)):
         raise ValueError(
             f"gate needs a finite decay >= 0, got {decay}; with decay < 0 stale gradients would count more"
