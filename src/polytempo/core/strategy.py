@@ -375,7 +375,7 @@ class Strategy:
 
 
 def check_merges(strategy: Strategy, workers: int) -> None:
-    """ValueError for fewer workers than the merges of `strategy` need. One that no other meets merges nothing."""
+    """ValueError for fewer workers than the merges of `strategy` need. A worker that meets no other merges nothing."""
     apart = strategy.holders * strategy.groups
     least = strategy.least_ranks * apart
     if apart < workers < least:
