@@ -83,7 +83,12 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the cases that the budget does not pay for out. Cases that failed last stay."""
+    """Leave the cases that the budget does not pay for out. Cases that failed last stay.
+
+    An address in a test's id is an error, because each process of pytest has another one.
+    """
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"give `ids` to the parameters of {addresses[0]}")
     if BUDGET.of == 1:
         return
     cache = getattr(config, "cache", None)  # not with `-p no:cacheprovider`

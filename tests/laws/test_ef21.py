@@ -78,7 +78,7 @@ def test_it_comes_to_the_minimum_where_feedback_stays_at_a_distance() -> None:
         (c.chunk_top_k(0.4), None),
         (c.qsgd(levels=127, bucket=4), None),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_every_codec_and_route_comes_to_the_minimum(codec: Codec, route: object) -> None:
     """A rounding of a sum that no rank knows of would stay in the mean for ever."""

@@ -58,7 +58,7 @@ def mean_of(buffers: Sequence[Tensor]) -> Tensor:
         (s.diloco, {"codec": c.bf16(), "route": c.all_gather}),
         (s.streaming_diloco, {}),
     ],
-    ids=str,
+    ids=["local_sgd", "diloco", "diloco, bf16", "streaming_diloco"],
 )
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_all_that_agree_are_the_mean(make: Callable[..., Strategy], more: Any, optimizer: str) -> None:

@@ -574,7 +574,7 @@ def test_a_snapshot_is_noted() -> None:
     assert only(shard().apply(Save(COORDINATOR, 1, 2, 9)), Noted).sequence == 2
 
 
-@pytest.mark.parametrize("outer", [{"outer_momentum": 0.5}, {"outer_optimizer": adam()}], ids=str)
+@pytest.mark.parametrize("outer", [{"outer_momentum": 0.5}, {"outer_optimizer": adam()}], ids=["momentum", "adam"])
 def test_a_movement_beyond_the_gate_changes_nothing_but_the_counts(outer: dict[str, Any]) -> None:
     """Weights, moments and version stay to the bit. The next fresh movement steps as if it had not been."""
     made = strategies.async_diloco(scale=gate(0.1, 2), **outer).server
