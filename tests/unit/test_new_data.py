@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 import polytempo as pt
 from command_output import asking
@@ -31,6 +32,11 @@ optimizer = "SGD"
 lr = 0.05
 batch_size = 8
 """
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Equal to rounding: a processor's matrix product of another number of rows may have other last bits."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def table(path: Path, rows: list[dict[str, str]], columns: str = "size,colour,kind,price") -> Path:
@@ -68,12 +74,10 @@ def test_rows_of_another_table_have_the_numbers_that_training_gave_them(
     model = trained(tmp_path, model=net, reader=reader, path="table.csv", more=f', target = "{target}"', loss=loss)
     whole = model.outputs(table(tmp_path / "whole.csv", ROWS, "price,kind,size,colour"))
     order = permutation(len(ROWS), 0, 0)
-    assert torch.equal(whole[order[32:]], model.outputs())
+    close(whole[order[32:]], model.outputs())
     left = ",".join(name for name in ("colour", "price", "kind", "size") if name != target)
-    assert torch.equal(model.outputs(table(tmp_path / "few.csv", ROWS[:3], left)), whole[:3])
-    assert torch.equal(
-        model.outputs(table(tmp_path / "empty.csv", [row | {target: ""} for row in ROWS[:3]])), whole[:3]
-    )
+    close(model.outputs(table(tmp_path / "few.csv", ROWS[:3], left)), whole[:3])
+    close(model.outputs(table(tmp_path / "empty.csv", [row | {target: ""} for row in ROWS[:3]])), whole[:3])
     with pytest.raises(ValueError, match="no targets"):
         model.score(tmp_path / "few.csv")
     assert model.score(tmp_path / "whole.csv").loss > 0
@@ -122,7 +126,7 @@ def test_a_run_with_data_of_its_own_prepares_others_as_these(tmp_path: Path) -> 
     parts = {"model": 'call = "perceptron", inputs = 4, outputs = 2, hidden = [4]', "reader": "csv_classes"}
     model = trained(tmp_path, path="table.csv", more=', target = "kind"', data=own, **parts)
     whole = model.outputs(table(tmp_path / "whole.csv", ROWS))
-    assert torch.equal(model.outputs(own), whole[permutation(len(ROWS), 0, 0)[32:]])
+    close(model.outputs(own), whole[permutation(len(ROWS), 0, 0)[32:]])
     own.unlink()
     with pytest.raises(ValueError, match=r"trained on .*own\.csv"):
         model.outputs(tmp_path / "whole.csv")
@@ -138,7 +142,7 @@ def test_pictures_need_no_classes(tmp_path: Path) -> None:
     )
     shutil.copytree(tmp_path / "pets", tmp_path / "more")
     assert len(model.outputs(tmp_path / "more")) == 10
-    assert torch.equal(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "more")[5:])
+    close(model.outputs(tmp_path / "pets" / "dog"), model.outputs(tmp_path / "more")[5:])
     assert torch.equal(model.outputs(tmp_path / "pets"), model.outputs())
     model.predict(tmp_path / "outputs.csv")
     assert (tmp_path / "outputs.csv").read_text().startswith("sample,cat,dog\n")
