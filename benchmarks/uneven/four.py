@@ -9,19 +9,18 @@ Steps are timed from step 40 on, when parts have settled.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from typing import Literal
 
 import torch
+from main import seconds_a_step
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 
-FIRST, BATCH, FEATURES = 40, 32, 64
+BATCH, FEATURES = 32, 64
 SPEEDS = (1.0, 1.0, 1.0, 0.5)
 
 
@@ -39,31 +38,15 @@ class Sleeper(nn.Module):
         return answer
 
 
-def seconds_a_step(rank: int, balance: Literal["equal", "speed"], sample_s: float, steps: int) -> tuple[float, int]:
-    """The median over settled steps, and the samples of this rank's batch at the end."""
-    torch.manual_seed(0)
-    model = Sleeper(sample_s / SPEEDS[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    handle = pt.attach(model, optimizer, pt.strategies.sync_sgd())
-    x = torch.randn(len(SPEEDS) * BATCH * steps, FEATURES)
-    seconds, samples, begin_s = [], [], time.perf_counter()
-    for batch in pt.shard(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH, balance=balance):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - begin_s)
-        samples.append(len(batch[0]))
-        begin_s = time.perf_counter()
-    handle.detach()
-    return statistics.median(seconds[FIRST:]), samples[-1]
-
-
 def measured(sample_s: float, steps: int, turns: int) -> list[list[tuple[float, int]]]:
     """Results of each rank, with both ways of dealing in turns."""
 
     def work(_: RankInfo) -> list[tuple[float, int]]:
-        rank = pt.init(quiet=True).rank
-        return [seconds_a_step(rank, balance, sample_s, steps) for _ in range(turns) for balance in ("equal", "speed")]
+        own_s = sample_s / SPEEDS[pt.init(quiet=True).rank]
+        torch.manual_seed(0)
+        x = torch.randn(len(SPEEDS) * BATCH * steps, FEATURES)
+        ways: tuple[Literal["equal", "speed"], ...] = ("equal", "speed") * turns
+        return [seconds_a_step(Sleeper(own_s), x, BATCH, way) for way in ways]
 
     return launch(work, len(SPEEDS), threads=1)
 

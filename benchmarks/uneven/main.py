@@ -38,15 +38,14 @@ class Slower(nn.Module):
         return answer
 
 
-def seconds_a_step(rank: int, balance: Literal["equal", "speed"]) -> tuple[float, int]:
+def seconds_a_step(
+    model: nn.Module, x: Tensor, batch_size: int, balance: Literal["equal", "speed"]
+) -> tuple[float, int]:
     """The median over settled steps, and the samples of this rank's batch at the end."""
-    torch.manual_seed(0)
-    model = Slower(twice=rank == 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = pt.attach(model, optimizer, pt.strategies.sync_sgd())
-    x = torch.randn(2 * BATCH * STEPS, FEATURES)
     seconds, samples, begin_s = [], [], time.perf_counter()
-    for batch in pt.shard(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH, balance=balance):
+    for batch in pt.shard(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, balance=balance):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
         optimizer.step()
@@ -60,7 +59,9 @@ def seconds_a_step(rank: int, balance: Literal["equal", "speed"]) -> tuple[float
 def work(_: RankInfo) -> list[tuple[float, int]]:
     """Measure both, twice in turns, on each of two ranks."""
     rank = pt.init(quiet=True).rank
-    return [seconds_a_step(rank, balance) for balance in ("equal", "speed", "equal", "speed")]
+    torch.manual_seed(0)
+    x = torch.randn(2 * BATCH * STEPS, FEATURES)
+    return [seconds_a_step(Slower(rank == 1), x, BATCH, balance) for balance in ("equal", "speed", "equal", "speed")]
 
 
 def main() -> None:
