@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -571,3 +572,17 @@ def test_a_bit_that_is_changed_on_the_way_changes_no_message(box: Open) -> None:
         tap.alter = bytes
         assert number(retried(b, 0, beat(3), a)) == 3
         assert a.counts.malformed == 0
+
+
+def test_signals_meanwhile_leave_nothing_of_a_mailbox() -> None:
+    """One with a handler interrupts the wait for ZeroMQ's threads, and pyzmq goes on as if they had ended."""
+    Mailbox(0, LOOPBACK, KEYS).close()
+    before, handler = descriptors(), signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        for _ in range(50):
+            Mailbox(0, LOOPBACK, KEYS).close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert descriptors() == before

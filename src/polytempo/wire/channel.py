@@ -21,6 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from polytempo.wire.context import end_context
 from polytempo.wire.guard import ConnectionGuard, Known, watch_by_tcp
 from polytempo.wire.keys import ClientKeys, Keys
 from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, Frame, cut, named, received
@@ -134,7 +135,7 @@ class ChannelServer(Generic[In, Out]):
         if not self._context.closed:
             self._router.disable_monitor()
             self._router.close(round(1e3 * linger_s))
-            self._context.term()
+            end_context(self._context)
             self._guard.join()
 
 
@@ -191,7 +192,7 @@ class ChannelClient(Generic[In, Out]):
             self._dealer.disable_monitor()
             self._monitor.close(0)
             self._dealer.close(round(1e3 * linger_s))
-            self._context.term()
+            end_context(self._context)
 
 
 def _socket(

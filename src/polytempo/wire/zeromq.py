@@ -25,6 +25,7 @@ from pathlib import Path
 import zmq
 
 from polytempo.server.message import Message
+from polytempo.wire.context import end_context
 from polytempo.wire.frames import FrameLimits, Malformed, References, decode, encode
 from polytempo.wire.guard import ConnectionGuard, watch_by_tcp
 from polytempo.wire.keys import Keys
@@ -208,7 +209,7 @@ class Mailbox:
         for peer in self._peers.values():
             peer.socket.close(round(1e3 * linger_s))
         self._peers.clear()
-        self._context.term()
+        end_context(self._context)
         if self._file is not None:  # ZeroMQ leaves it
             self._file.unlink(missing_ok=True)
         if self._guard is not None:
