@@ -20,6 +20,7 @@ from polytempo.aggregation import median
 from polytempo.compression import qsgd, top_k
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import Incompatible
+from polytempo.spec.result import parameters_sha256
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
 from polytempo.training.federated.client_states import ClientStates
 from process.client_runs import ANY, LONG_S, Running, arrivals, dies
@@ -166,7 +167,8 @@ def test_a_run_goes_on_with_its_own_tickets(strategy: Strategy, tmp_path: Path) 
     run = Running(tmp_path, strategy, clients=2, steps=1)
     for client in range(2):
         run.join(client)
-    run.end()
+    result = run.end()
+    assert parameters_sha256(result.model().parameters()) == result.parameters_sha256
     shutil.rmtree(run.keys)
     fed.make_tickets(run.keys, 3, ANY, most_samples=100)
     with pytest.raises(Incompatible, match=r"PT2534.*2 .*3"):

@@ -82,7 +82,8 @@ def serve(
         with show_rows(progress, spec) as show:
             result = trainer.fit(on_row=show)
         server.close()
-        return reported(result, options.out) if options.out is not None else result
+        result = result if options.out is None else reported(result, options.out)
+        return result.made_by(job, options.out)
     finally:
         server.abandon()
 
