@@ -32,7 +32,8 @@ def islands(inner: Strategy | None = None, outer: Strategy | None = None, number
     Cost: `inner`'s within an island; between islands `outer`'s, with a message of one worker for each island; then K
     bytes, and as many as `outer`'s state has, within an island.
 
-    With one island it is `inner`, and `outer` alone at the meetings; with as many islands as workers it is `outer`.
+    With one island it is `inner`, and `outer` alone at the meetings; with as many islands as workers it is `outer`. An
+    `inner` with a merge needs islands as large as that merge.
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023: there a
     worker is an island of devices.
