@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import select
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +16,9 @@ import torch
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
+from polytempo.server.message import Beat, View
 from polytempo.spec.result import parameters_sha256
+from polytempo.training.model.agree import gather_json
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 from staged_job import plain, points
@@ -22,6 +27,8 @@ pytestmark = pytest.mark.process
 
 s = pt.strategies
 SAMPLES, SEED, RATE = 72, 0, 0.05
+WAIT_S = 60.0
+"""Only ever waited for where something is broken."""
 
 
 def job() -> pt.Job:
@@ -77,6 +84,39 @@ def test_a_loop_of_one_s_own_ends_with_the_bits_of_the_job(strategy: Strategy, w
     if workers == 2:
         expected = pt.run(job(), strategy, workers, epochs=epochs, threads=1, seed=SEED)
         assert found[0][0] == expected.parameters_sha256
+
+
+def test_a_stage_may_end_while_its_first_stage_still_fetches_the_last_weights() -> None:
+    strategy = s.gpipe(2, 2, inner=s.ssp(bound=0))
+
+    def work(world: ProcessWorld) -> list[Any]:
+        second = os.pidfd_open(world.drive(gather_json(world.port, os.getpid()))[2])
+        pipe, batches = piped(strategy)
+        for x, y in batches:
+            pipe.step(x, y)
+        joined, seen, others = pipe._epochs.joined, list[bool](), deque[Any]()
+        assert joined is not None
+        loop, mail = joined.loop, joined.link.mail
+        refresh, take = loop.replica.refresh, mail.take
+
+        async def late(clock: int, *, last: bool = False) -> None:
+            if last:
+                assert select.select([second], [], [], WAIT_S)[0]
+                for _ in range(2):  # the server shows its view, and then looks for ended ranks
+                    mail.post(loop._client.coordinator, Beat(0, 1, 0))
+                    while not isinstance((taken := take(WAIT_S) or pytest.fail("no view"))[1], View):
+                        others.append(taken)
+                    seen.append(taken[1].finished)
+                mail.take = lambda wait_s=None: others.popleft() if others else take(wait_s)  # type: ignore[method-assign]
+            await refresh(clock, last=last)
+
+        if world.rank == 0:
+            loop.replica.refresh = late  # type: ignore[method-assign]
+        pipe.detach()
+        os.close(second)
+        return seen
+
+    assert together(4, work)[0] == [False, False]
 
 
 def halves(strategy: Strategy, first: int, state: Any, world: ProcessWorld) -> list[Any]:

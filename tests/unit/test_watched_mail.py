@@ -14,13 +14,14 @@ from polytempo.runs.own_loop.loop_link import WatchedMail
 
 
 class Silent:
-    """A mailbox without mail; a wait advances its clock."""
+    """A mailbox with messages for those who do not wait; a wait advances its clock."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
+    def __init__(self, *mail: tuple[int, str]) -> None:
+        self.now_s, self.mail = 100.0, list(mail)
 
-    def take(self, wait_s: float | None = None) -> None:
+    def take(self, wait_s: float | None = None) -> tuple[int, str] | None:
         self.now_s += wait_s or 0.0
+        return self.mail.pop(0) if self.mail and wait_s == 0 else None
 
     def post(self, to: int, message: Any) -> bool:
         return True
@@ -37,10 +38,13 @@ def for_long(mail: WatchedMail, wait_s: float) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.01, 0.25, 2.0])
 def test_the_end_of_the_server_is_seen_by_waits_of_any_length(wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that came before the end are taken first."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
-    mail = Silent()
+    mail = Silent((3, "weights"))
     monkeypatch.setattr(time, "monotonic", lambda: mail.now_s)
     watched = WatchedMail(mail, 3, process=ended.pid)  # type: ignore[arg-type]
+    found = next(filter(None, (watched.take(wait_s) for _ in range(100))))
+    assert found == (3, "weights")
     with pytest.raises(PolytempoError, match="has ended without a word"):
         for_long(watched, wait_s)

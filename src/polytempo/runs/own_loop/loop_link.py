@@ -208,7 +208,8 @@ class WatchedMail:
                 return _unfailed(mail)
             if self._last_s - self._looked_s >= _LOOK_S:  # also where callers wait for less
                 self._looked_s = self._last_s
-                self._look()
+                if (mail := self._look()) is not None:
+                    return _unfailed(mail)
             if self._last_s >= until_s:
                 return None
 
@@ -216,10 +217,11 @@ class WatchedMail:
         """See `worlds.mail.Mail`."""
         self._mail.close(linger_s)
 
-    def _look(self) -> None:
+    def _look(self) -> tuple[int, Message] | None:
+        """PolytempoError where the server is gone; but first the messages that it has sent before."""
         if self._process is not None and not _runs(self._process):
             if (mail := self._mail.take(0.0)) is not None:
-                _unfailed(mail)
+                return mail
             raise PolytempoError(
                 f"the parameter server (process {self._process}, which rank 0 had started) has ended without a word; "
                 "rank 0 was killed, or its log says why"
@@ -229,6 +231,7 @@ class WatchedMail:
                 f"the parameter server on rank 0's host has said nothing for {_SILENT_S:g} s; look at rank 0, and at "
                 "the network between the hosts"
             )
+        return None
 
 
 def _unfailed(mail: tuple[int, Message]) -> tuple[int, Message]:

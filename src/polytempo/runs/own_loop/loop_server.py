@@ -193,6 +193,8 @@ class LoopServer:
     def _lose(self, now_s: float, rank: int, how: str) -> Outbox:
         """Take the end of a rank. If it held a stage, the others of its replica cannot go on, and get the reason."""
         replica = self.topology.replica_of(rank)
+        if rank != replica[0] and self.coordinator.scheduler.finished:
+            return []  # it has left: the first stage, which may still fetch its weights, says goodbye for all
         out = [] if replica[0] in self._lost else self.coordinator.lose(now_s, replica[0])
         if self.coordinator.scheduler.finished or replica[0] in self._lost:
             return out
