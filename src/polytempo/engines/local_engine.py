@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from polytempo.engines.processes import janitor
 from polytempo.engines.processes.capacity import check_processes
 from polytempo.engines.processes.fork import fork, held_signals
 from polytempo.engines.processes.worker import RankInfo, failure_of, result_path, serve
-from polytempo.engines.processes.worker_processes import Child, Children
+from polytempo.engines.processes.worker_processes import Child, ChildEngine
 from polytempo.spec.topology import Topology
 
 
@@ -40,16 +39,16 @@ class Local:
                 engine.stop()
 
 
-class LocalEngine:
+class LocalEngine(ChildEngine):
     """See `Engine`. `size` is the world size that its processes assume."""
 
     def __init__(
         self, work: Callable[[Role], Result], address: EngineAddress, notes: int, logs: Path, size: int
     ) -> None:
         assert address.home is not None
-        self._work, self.address, self._home, self._notes = work, address, address.home, notes
+        super().__init__(address.home)
+        self._work, self.address, self._notes = work, address, notes
         self._logs, self._size = logs, size
-        self._children = Children(self._read, self._home)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. Its standard output goes to `logs/ROLE.log`."""
@@ -57,28 +56,8 @@ class LocalEngine:
         log, launcher = self._logs / f"{role}.log", os.getpid()
         with held_signals():  # a process that has been started is known here, too
             pid = fork(lambda: serve(lambda _: self._work(role), rank_info, log, launcher, self._notes))
-            child = self._children.add(Child(role, log, pid=pid, notes=self._notes))
+            child = self._add(Child(role, log, pid=pid, notes=self._notes))
         return child
-
-    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
-        """See `Engine`."""
-        return self._children.poll(wait_s)
-
-    def stop(self, process: EngineProcess | None = None) -> None:
-        """See `Engine`."""
-        self._children.stop(process)
-
-    def preempt(self) -> None:
-        """See `Preempting`."""
-        self._children.preempt()
-
-    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
-        """Let processes write where they are into their logs."""
-        self.signal(processes, signal.SIGUSR1)
-
-    def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
-        """Send a signal to the running ones among `processes`."""
-        self._children.signal(processes, number)
 
     def _read(self, child: Child) -> None:
         path = result_path(self._home, child.role.life)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Laun
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.capacity import limits
 from polytempo.engines.processes.fork import held_signals
-from polytempo.engines.processes.worker_processes import Child, Children
+from polytempo.engines.processes.worker_processes import Child, ChildEngine
 
 _HOST = "127.0.0.1"
 _MODULE = "polytempo.worker"
@@ -50,16 +49,16 @@ class Subprocess:
                 engine.poll()  # which closes the files of answers
 
 
-class SubprocessEngine:
+class SubprocessEngine(ChildEngine):
     """See `Engine`."""
 
     def __init__(
         self, python: str, spec: str, launch: Launch, address: EngineAddress, home: Path, notes: int, logs: Path
     ) -> None:
+        super().__init__(home)
         self._python, self._spec, self._launch, self.address = python, spec, launch, address
-        self._home, self._notes, self._logs = home, notes, logs
+        self._notes, self._logs = notes, logs
         self._answers: dict[Child, IO[bytes]] = {}
-        self._children = Children(self._read, self._home)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. The output goes to `logs/ROLE.log`."""
@@ -80,7 +79,7 @@ class SubprocessEngine:
                     start_new_session=True,
                 )
                 started.returncode = 0  # from here on it is ours to wait for
-                child = self._children.add(Child(role, path, pid=started.pid, notes=self._notes))
+                child = self._add(Child(role, path, pid=started.pid, notes=self._notes))
         self._answers[child] = answer
         assert started.stdin is not None
         try:
@@ -89,22 +88,6 @@ class SubprocessEngine:
         except BrokenPipeError:
             pass  # it has ended already: `poll` will find it
         return child
-
-    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
-        """See `Engine`."""
-        return self._children.poll(wait_s)
-
-    def stop(self, process: EngineProcess | None = None) -> None:
-        """See `Engine`."""
-        self._children.stop(process)
-
-    def preempt(self) -> None:
-        """See `Preempting`."""
-        self._children.preempt()
-
-    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
-        """See `AskingWhere`."""
-        self._children.signal(processes, signal.SIGUSR1)
 
     def _order(self, role: Role) -> Mapping[str, Any]:
         """All that the process reads."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,25 +45,26 @@ class Child(EngineProcess):
         return pages * os.sysconf("SC_PAGE_SIZE") or None
 
 
-class Children:
-    """The processes that one engine has started. `read(child)` fills in a child's result, once it has ended.
+class ChildEngine(ABC):
+    """An `Engine` with processes that this one starts. `home` is its private folder."""
 
-    `home` is the engine's private folder.
-    """
-
-    def __init__(self, read: Callable[[Child], None], home: Path) -> None:
-        self._read, self._home = read, home
+    def __init__(self, home: Path) -> None:
+        self._home = home
         self._all: list[Child] = []
         self._memory = MemoryGroup.of()
         self._told: set[Child] = set()
         """Children with an end that `poll` has reported."""
 
-    def add(self, child: Child) -> Child:
+    @abstractmethod
+    def _read(self, child: Child) -> None:
+        """Fill in the result of a child that has ended."""
+
+    def _add(self, child: Child) -> Child:
         """Know `child` from now on."""
         self._all.append(child)
         return child
 
-    def poll(self, wait_s: float) -> list[EngineProcess]:
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """See `Engine`."""
         look(self._all, time.monotonic() + wait_s)
         for child in self._all:
@@ -76,7 +78,7 @@ class Children:
             self._read(child)
         return list[EngineProcess](gone)
 
-    def stop(self, process: EngineProcess | None) -> None:
+    def stop(self, process: EngineProcess | None = None) -> None:
         """See `Engine`. Stopped processes end, too."""
         if process is not None:
             self.signal([process], signal.SIGKILL)
@@ -87,6 +89,10 @@ class Children:
     def preempt(self) -> None:
         """See `Preempting`."""
         self.signal(self._all, signal.SIGTERM)
+
+    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
+        """Let processes write where they are into their logs."""
+        self.signal(processes, signal.SIGUSR1)
 
     def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
         """Send a signal to the running ones among `processes`."""
