@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import stat
 from pathlib import Path
 
+from polytempo.core.system.files import is_folder
 from polytempo.ui.run_list import ARCHIVE, FILES, facts_of, owner_lives
 
 
@@ -41,7 +41,7 @@ def run_below(root: Path, name: str) -> Path:
     folder = root
     for part in parts:
         folder = folder / part
-        if not _is_folder(folder):
+        if not is_folder(folder):
             raise ValueError(f"{name!r}: {part!r} is not a folder, or is a link, so it stays")
     if not any((folder / each).is_file() for each in FILES):
         raise ValueError(f"{name!r} is not the folder of a run, so it stays")
@@ -51,7 +51,7 @@ def run_below(root: Path, name: str) -> Path:
 def _checked(root: Path, name: str) -> Path:
     """The folder of an ended run below `root`."""
     folder = run_below(root, name)
-    if any(_is_folder(inner) and any((inner / each).is_file() for each in FILES) for inner in folder.iterdir()):
+    if any(is_folder(inner) and any((inner / each).is_file() for each in FILES) for inner in folder.iterdir()):
         raise ValueError(f"{name!r} holds other runs, so it stays; remove them first")
     if owner_lives(folder) is not False:
         raise ValueError(f"{name!r} is held by a run that goes on, so it stays; stop that run first")
@@ -71,12 +71,5 @@ def _make(root: Path, home: Path) -> None:
         folder = folder / part
         if not os.path.lexists(folder):
             folder.mkdir()
-        if not _is_folder(folder):
+        if not is_folder(folder):
             raise ValueError(f"{folder} is not a folder, or is a link; move it away")
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False

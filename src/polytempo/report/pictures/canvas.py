@@ -34,6 +34,9 @@ from matplotlib.ticker import (  # noqa: E402
     NullLocator,
 )
 
+from polytempo.core.system import files  # noqa: E402
+from polytempo.core.system.url_path import Place  # noqa: E402
+
 __all__ = [
     "Axes",
     "ConstrainedLayoutEngine",
@@ -48,4 +51,17 @@ __all__ = [
     "Normalize",
     "NullFormatter",
     "NullLocator",
+    "plain",
+    "write_png",
 ]
+
+
+def write_png(figure: Figure, path: Place) -> None:
+    """Write the picture, complete or not at all."""
+    with files.aside(path) as stream:
+        figure.savefig(stream, format="png")
+
+
+def plain(text: str) -> str:
+    """Text without formulas for matplotlib."""
+    return text.replace("$", r"\$")

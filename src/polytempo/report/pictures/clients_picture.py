@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.pictures.canvas import Figure, FigureCanvasAgg, MaxNLocator
+from polytempo.report.pictures.canvas import Figure, FigureCanvasAgg, MaxNLocator, write_png
 from polytempo.report.pictures.style import AXIS, COLORS, GRID, INK, QUIET
 
 _DOTS_PER_INCH = 110
@@ -52,5 +51,4 @@ def draw_clients(
             spine.set_color(AXIS)
     table.xaxis.set_major_locator(MaxNLocator(min(classes, 12), integer=True))
     figure.suptitle(title, fontsize=10, color=INK, x=0.07, ha="left", y=1 - 0.12 / height, va="top")
-    with files.aside(path) as stream:
-        figure.savefig(stream, format="png")
+    write_png(figure, path)

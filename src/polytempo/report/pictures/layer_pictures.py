@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.pictures.canvas import Axes, ConstrainedLayoutEngine, Figure, FigureCanvasAgg, Normalize
+from polytempo.report.pictures.canvas import (
+    Axes,
+    ConstrainedLayoutEngine,
+    Figure,
+    FigureCanvasAgg,
+    Normalize,
+    plain,
+    write_png,
+)
 from polytempo.report.pictures.style import AXIS, GRID, INK, QUIET
 
 Array = NDArray[np.float64]
@@ -76,8 +83,8 @@ def draw_similarity(path: Place, layers: Sequence[str], first: str, others: Sequ
         image = axes.imshow(run.values, cmap="viridis", norm=Normalize(0, 1))
         axes.set_xticks(range(len(layers)), layers, rotation=90 if len(layers) > 6 else 0, fontsize=8)
         axes.set_yticks(range(len(layers)), layers, fontsize=8)
-        axes.set_xlabel(f"layers of {_plain(run.name)}", fontsize=9, color=QUIET)
-        axes.set_title(_plain(run.about), fontsize=9, color=INK, loc="left")
+        axes.set_xlabel(f"layers of {plain(run.name)}", fontsize=9, color=QUIET)
+        axes.set_title(plain(run.about), fontsize=9, color=INK, loc="left")
         axes.tick_params(length=0, labelcolor=INK)
         if len(layers) <= _MOST_NUMBERS:
             for (row, column), value in np.ndenumerate(run.values):
@@ -85,10 +92,10 @@ def draw_similarity(path: Place, layers: Sequence[str], first: str, others: Sequ
                     continue
                 ink = "white" if value < 0.6 else "black"
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
-    panels[0][0].set_ylabel(f"layers of {_plain(first)}", fontsize=9, color=QUIET)
+    panels[0][0].set_ylabel(f"layers of {plain(first)}", fontsize=9, color=QUIET)
     figure.suptitle("Linear CKA of the layers' activations", fontsize=10.5, color=INK, x=0.01, ha="left")
     _scale(figure, image, panels.ravel().tolist(), "linear CKA")
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def _weights(values: Array, picture: tuple[int, ...] | None) -> tuple[Array, str]:
@@ -152,14 +159,14 @@ def _draw(path: Place, title: str, runs: Sequence[RunPart], beside: Array | None
         shown = np.where(np.isnan(run.values), 1.0, run.values) if colored else run.values / most
         image = axes.imshow(shown, aspect="auto" if rows_of_numbers else "equal", interpolation="nearest", **scale)
         _bare(axes, run.name, run.about if colored else f"{run.about}, largest {most:.3g}")
-    figure.suptitle(_plain(title), fontsize=10.5, color=INK, x=0.01, ha="left")
+    figure.suptitle(plain(title), fontsize=10.5, color=INK, x=0.01, ha="left")
     if not colored:
         _scale(figure, image, list(panels), "value / the panel's largest")
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def _bare(axes: Axes, name: str, about: str) -> None:
-    axes.set_title(_plain(f"{name}\n{about}" if about else name), fontsize=9, color=INK, loc="left")
+    axes.set_title(plain(f"{name}\n{about}" if about else name), fontsize=9, color=INK, loc="left")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_facecolor("white")
@@ -181,15 +188,5 @@ def _blank(inches: tuple[float, float]) -> Figure:
     return figure
 
 
-def _write(figure: Figure, path: Place) -> None:
-    with files.aside(path) as stream:
-        figure.savefig(stream, format="png")
-
-
 def _some(shown: int, there: int) -> str:
     return f"{there:,}" if shown == there else f"the first {shown} of {there:,}"
-
-
-def _plain(text: str) -> str:
-    """Text without formulas for matplotlib."""
-    return text.replace("$", r"\$")

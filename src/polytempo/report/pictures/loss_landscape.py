@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.pictures.canvas import Axes, Figure, FigureCanvasAgg, LogLocator, LogNorm, MaxNLocator, Normalize
+from polytempo.report.pictures.canvas import (
+    Axes,
+    Figure,
+    FigureCanvasAgg,
+    LogLocator,
+    LogNorm,
+    MaxNLocator,
+    Normalize,
+    plain,
+    write_png,
+)
 from polytempo.report.pictures.style import AXIS, COLORS, GRID, INK, QUIET
 
 _DOTS_PER_INCH = 110
@@ -31,11 +40,11 @@ def draw_line(path: Place, at: Sequence[float], losses: Sequence[float], names: 
     for place, (name, side) in enumerate(zip(names, ("left", "right"), strict=True)):
         axes.axvline(place, color=QUIET, linewidth=0.8, linestyle=":")
         beside: dict[str, Any] = {"ha": side, "va": "top", "xytext": (4 - 8 * place, -4), "textcoords": "offset points"}
-        axes.annotate(_plain(name), (place, 1), xycoords=axes.get_xaxis_transform(), **beside, fontsize=8, color=INK)
+        axes.annotate(plain(name), (place, 1), xycoords=axes.get_xaxis_transform(), **beside, fontsize=8, color=INK)
     _dress(axes, "Training loss along the line between two models")
     axes.set_xlabel("way from one to the other", fontsize=9, color=QUIET)
     axes.set_ylabel("loss", fontsize=9, color=QUIET)
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def draw_rates(path: Place, rates: Sequence[float], losses: Sequence[float], marks: Mapping[str, float]) -> None:
@@ -54,7 +63,7 @@ def draw_rates(path: Place, rates: Sequence[float], losses: Sequence[float], mar
     _dress(axes, "Training loss while the learning rate grows")
     axes.set_xlabel("learning rate", fontsize=9, color=QUIET)
     axes.set_ylabel("loss, smoothed", fontsize=9, color=QUIET)
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def draw_plane(path: Place, at: Sequence[float], losses: Sequence[Sequence[float]], name: str) -> None:
@@ -72,10 +81,10 @@ def draw_plane(path: Place, at: Sequence[float], losses: Sequence[Sequence[float
     axes.clabel(lines, levels[:: max(1, len(levels) // 6)], fmt="%.3g", fontsize=7)
     axes.plot([0], [0], marker="*", markersize=11, color=COLORS[1], markeredgecolor="white")
     figure.colorbar(filled, cax=scale, format="%.3g")
-    _dress(axes, f"Training loss around {_plain(name)}")
+    _dress(axes, f"Training loss around {plain(name)}")
     axes.set_xlabel("along one random direction, in lengths of the filters", fontsize=9, color=QUIET)
     axes.set_ylabel("along another one", fontsize=9, color=QUIET)
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def _blank(inches: tuple[float, float]) -> Figure:
@@ -84,20 +93,10 @@ def _blank(inches: tuple[float, float]) -> Figure:
     return figure
 
 
-def _write(figure: Figure, path: Place) -> None:
-    with files.aside(path) as stream:
-        figure.savefig(stream, format="png")
-
-
 def _far_apart(losses: Sequence[float]) -> bool:
     """True if the finite losses are far apart."""
     known = [loss for loss in losses if isfinite(loss)]
     return bool(known) and min(known) > 0 and max(known) > _LOG_BEYOND * min(known)
-
-
-def _plain(text: str) -> str:
-    """Text without formulas for matplotlib."""
-    return text.replace("$", r"\$")
 
 
 def _dress(axes: Axes, title: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.pictures.canvas import Axes, Figure, FigureCanvasAgg, FuncFormatter, Line2D
+from polytempo.report.pictures.canvas import Axes, Figure, FigureCanvasAgg, FuncFormatter, Line2D, plain, write_png
 from polytempo.report.pictures.figure import axes_of
 from polytempo.report.pictures.plots import left_out, lines_of, points, time_title
 from polytempo.report.pictures.style import AXIS, GRID, INK, QUIET, look
@@ -28,13 +27,12 @@ def write_picture(path: Place, runs: Sequence[RunRecord]) -> None:
     for place, over in enumerate(("seconds", "samples")):
         axes = figure.add_axes((0.068 + 0.485 * place, bottom, 0.42, 0.9 - bottom))
         _draw(axes, runs, quantity, over)
-    with files.aside(path) as stream:
-        figure.savefig(stream, format="png")
+    write_png(figure, path)
 
 
 def _legend(figure: Figure, runs: Sequence[RunRecord]) -> float:
     """One legend below both panels, in as many columns as fit. Returns its height as a part of the figure's."""
-    names = [label.replace("$", r"\$") for label in short_labels(runs)]
+    names = [plain(label) for label in short_labels(runs)]
     handles = [Line2D([], [], **_line_style(number)) for number in range(len(runs))]
     for columns in (4, 3, 2, 1):
         legend = figure.legend(
