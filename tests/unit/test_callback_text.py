@@ -9,7 +9,8 @@ import pytest
 
 import polytempo as pt
 from polytempo.spec.callbacks.callback import CallbackFacts, Control
-from polytempo.spec.callbacks.reading import callbacks_of, split
+from polytempo.spec.callbacks.reading import callbacks_of
+from polytempo.spec.text.call import split
 
 TEXTS = {
     "early_stop": "early_stop(metric='loss', patience=3, min_change=0.0, better=auto)",

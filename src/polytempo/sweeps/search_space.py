@@ -16,6 +16,7 @@ from typing import NamedTuple
 from polytempo.report.saved_trials import Setting
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.table.option import entries, unknown_option
+from polytempo.spec.text.call import split
 from polytempo.spec.text.catalogue import parse_strategy
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -99,7 +100,7 @@ def _dimension(name: str, given: object) -> Dimension:
     if isinstance(given, str):
         if (found := _RANGE.fullmatch(given)) is not None:
             return _checked_range(name, *found.groups())
-        values = [_value(name, each) for each in _split(given)]
+        values = [_value(name, each) for each in split(given, "|,", "([{", ")]}")]
     else:
         values = list(given) if isinstance(given, Sequence) else [given]
     kept = []
@@ -145,20 +146,3 @@ def _value(name: str, text: str) -> Setting:
         except ValueError:
             continue
     return text
-
-
-def _split(text: str) -> list[str]:
-    """The parts between `|` and commas that are in no parentheses and no quotes."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        else:
-            depth += (character in "([{") - (character in ")]}")
-            if character in "|," and depth == 0:
-                parts.append("")
-                continue
-        parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]

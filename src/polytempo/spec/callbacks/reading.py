@@ -16,7 +16,7 @@ from polytempo.spec.callbacks.export import Export, export
 from polytempo.spec.callbacks.keep import keep
 from polytempo.spec.callbacks.median_stop import median_stop
 from polytempo.spec.callbacks.time_budget import time_budget
-from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.call import parse_call, split
 from polytempo.spec.text.resolution import resolve
 
 MADE_BY: dict[str, Callable[..., object]] = {
@@ -78,23 +78,6 @@ def callbacks_like(incomplete: str) -> list[str]:
 def unnamed(callbacks: Iterable[object]) -> list[str]:
     """The classes of callbacks that no other process can make, as they have no text."""
     return [type(each).__name__ for each in callbacks if not getattr(each, "text", "")]
-
-
-def split(text: str) -> list[str]:
-    """The calls of a list, as text."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        else:
-            depth += (character == "(") - (character == ")")
-            if character == "," and depth == 0:
-                parts.append("")
-                continue
-        parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
 
 
 def _made(text: str) -> Callback:

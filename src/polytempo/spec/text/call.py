@@ -64,6 +64,23 @@ def split_calls(text: str) -> list[str]:
     return [str(ast.get_source_segment(f"[{text}]", node)) for node in nodes]
 
 
+def split(text: str, between: str = ",", opening: str = "(", closing: str = ")") -> list[str]:
+    """The parts between characters of `between` that are in no brackets and no quotes, unparsed."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in opening) - (character in closing)
+            if character in between and depth == 0:
+                parts.append("")
+                continue
+        parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
 def _nodes(text: str) -> list[ast.expr]:
     """The elements of the list `[text]`."""
     if len(text) > MAX_CHARACTERS:
