@@ -148,6 +148,22 @@ class ShardedData(Dataset[Any], ABC):
         return [samples[int(each)] for each in indices]
 
 
+class DerivedData(ShardedData):
+    """The base of sources that are made of another one, and change where it changes."""
+
+    _source: ShardedData
+
+    @property
+    def content_mark(self) -> str | None:
+        """The source's."""
+        return self._source.content_mark
+
+    @property
+    def blocks(self) -> float | None:
+        """The source's."""
+        return self._source.blocks
+
+
 def runs_of(rows: Iterable[int]) -> list[range]:
     """Ascending numbers as ranges.
 

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 
 from polytempo.core.calls.refusals import refuse
-from polytempo.data.streams.sharded_data import ShardedData, runs_of
+from polytempo.data.streams.sharded_data import DerivedData, ShardedData, runs_of
 from polytempo.data.streams.sources.kept_index import KEPT_FROM_SAMPLES, PartToCount, counted
 
 
 @final
-class Mapped(ShardedData):
+class Mapped(DerivedData):
     """The source that `mapped` makes."""
 
     def __init__(self, source: ShardedData, function: Callable[[Any], Any], version: str) -> None:
@@ -26,16 +26,6 @@ class Mapped(ShardedData):
     def identity(self) -> object:
         """The source's, and the function's name and version."""
         return ["mapped", self._source.fingerprint, self.identity_of_function]
-
-    @property
-    def content_mark(self) -> str | None:
-        """The source's."""
-        return self._source.content_mark
-
-    @property
-    def blocks(self) -> float | None:
-        """The source's."""
-        return self._source.blocks
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The source's."""
@@ -52,7 +42,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 @final
-class Filtered(ShardedData):
+class Filtered(DerivedData):
     """The source that `filtered` makes."""
 
     def __init__(self, source: ShardedData, keep: Callable[[Any], bool], version: str) -> None:
@@ -73,16 +63,6 @@ class Filtered(ShardedData):
     def identity(self) -> object:
         """The source's, and the function's name and version."""
         return ["filtered", self._source.fingerprint, self._function]
-
-    @property
-    def content_mark(self) -> str | None:
-        """The source's."""
-        return self._source.content_mark
-
-    @property
-    def blocks(self) -> float | None:
-        """The source's."""
-        return self._source.blocks
 
     def read(self, shard: int, runs: Sequence[range]) -> Iterator[Any]:
         """The kept samples in `runs`."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.calls.refusals import refuse
-from polytempo.data.streams.sharded_data import ShardedData, runs_of
+from polytempo.data.streams.sharded_data import DerivedData, ShardedData, runs_of
 from polytempo.data.streams.sources.kept_index import KEPT_FROM_SAMPLES, PartToCount, counted
 from polytempo.data.streams.sources.sample_values import check_columns
 
@@ -88,7 +88,7 @@ class _Document(NamedTuple):
 
 
 @final
-class Packed(ShardedData):
+class Packed(DerivedData):
     """The source that `packed` makes."""
 
     def __init__(self, source: ShardedData, length: int, column: str | int | None, pad: int) -> None:
@@ -117,16 +117,6 @@ class Packed(ShardedData):
     def identity(self) -> object:
         """The source's, and the form of the sequences."""
         return ["packed", self._source.fingerprint, self._length, self._column, self._pad]
-
-    @property
-    def content_mark(self) -> str | None:
-        """The source's."""
-        return self._source.content_mark
-
-    @property
-    def blocks(self) -> float | None:
-        """The source's."""
-        return self._source.blocks
 
     @cached_property
     def num_tokens(self) -> int:
