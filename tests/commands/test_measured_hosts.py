@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.cli.options.measured_hosts import beyond_measured, measured_workers
 from polytempo.cli.predict.measure import check_cluster_file, price_in
 from polytempo.cli.run import train
@@ -22,13 +22,7 @@ HOST = Measured("local", (MeasuredHost("a", 2, 1e9),), (), (MeasuredLink("a", "a
 HOSTS = HOST._replace(hosts=(*HOST.hosts, MeasuredHost("b", 2, 1e9)), between=(MeasuredLink("a", "b", 1e-4, 1e8),))
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(list(arguments))
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking()
 
 
 def written(folder: Path, measured: Measured, host_hour: float | None = None) -> str:

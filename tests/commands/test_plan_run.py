@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from command_output import asking
 from polytempo.cli.main import app
 from polytempo.cluster import ethernet
 from polytempo.jobs import find
@@ -20,13 +21,7 @@ TARGET = ("--until", "accuracy=0.93", "--cluster", "ethernet(gbit_per_s=1)")
 SPACE = SearchSpace(("sync_sgd()", "local_sgd(period=8)"), (1, 4), (16, 32))
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["plan", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("plan")
 
 
 def planned(limits: PlanLimits = PlanLimits(), seed: int = 0) -> search.RunPlan:  # a constant

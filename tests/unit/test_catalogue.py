@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 
 import polytempo as pt
+from command_output import asking
 from laws.catalogue import ROWS, Row
 from laws.codecs import ROWS as CODEC_ROWS
 from polytempo import federated, strategies
 from polytempo.cli.look.strategies import described, source_in
-from polytempo.cli.main import app
 from polytempo.core import Strategy
 from polytempo.spec.text.call import parse_call
 from polytempo.spec.text.catalogue import CODECS, NAMES, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
@@ -113,10 +113,7 @@ def test_the_source_is_a_paragraph() -> None:
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """One entry a strategy, a codec and a wire route; some names are both, so each says its kind."""
-    with pytest.raises(SystemExit) as end:
-        app(["strategies", "--json"])
-    assert end.value.code == 0
-    entries = json.loads(capsys.readouterr().out)
+    entries = json.loads(asking("strategies", "--json")(capsys)[0])
     names = {
         kind: [entry["name"] for entry in entries if entry["kind"] == kind]
         for kind in ("strategy", "strategy of clients", "codec", "wire route")
@@ -132,9 +129,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     """Paragraphs that fit, each beginning with how it is written; codecs and routes by their types."""
-    with pytest.raises(SystemExit):
-        app(["strategies"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = asking("strategies")(capsys)[0].splitlines()
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
     named = [

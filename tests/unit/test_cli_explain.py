@@ -7,23 +7,21 @@ import json
 import pytest
 import torch
 
+from command_output import asking
 from polytempo import strategies
 from polytempo.aggregation import mean
 from polytempo.cli.look.explain import perceptron, sections
-from polytempo.cli.main import app
 from polytempo.cli.options.values import count
 from polytempo.compression import int8, through
 from polytempo.core import Strategy, split
 from polytempo.spec.explanation import explain
 
+asked = asking("explain")
+
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The command's output."""
-    with pytest.raises(SystemExit) as end:
-        app(["explain", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == 0, out.err
-    return out.out
+    return asked(capsys, *arguments)[0]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +200,9 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_wrong_questions(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        app(["explain", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == 2
-    assert message in out.err
-    assert out.out == ""
+    out, err = asked(capsys, *arguments, code=2)
+    assert message in err
+    assert out == ""
 
 
 @pytest.mark.parametrize(

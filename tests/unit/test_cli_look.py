@@ -13,19 +13,12 @@ from matplotlib.image import imread
 from torch import Tensor, nn
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.jobs.digits import job
 from polytempo.report.pictures.layer_pictures import RunPart, draw_activations, draw_filters
 from polytempo.training.observe.layer_activations import layer_activations, layers_of, named_layer
 
-
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["look", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("look")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from command_output import asking
-from polytempo.cli.main import app
 
 ALEXNET = """
 import torch
@@ -98,13 +97,7 @@ def test_codecs_make_model_parallelism_pay(alexnet: str, capsys: pytest.CaptureF
     assert told["layers"][-1]["model_bytes"] == (4 + 1 + 4 / 256) / 2 * 1024 * 4096
 
 
-def split(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The output of `plan split`."""
-    with pytest.raises(SystemExit) as end:
-        app(["plan", "split", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+split = asking("plan", "split")
 
 
 def test_ways_that_send_the_fewest_bytes(capsys: pytest.CaptureFixture[str]) -> None:

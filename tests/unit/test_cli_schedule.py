@@ -6,18 +6,12 @@ import json
 
 import pytest
 
-from polytempo.cli.main import app
+from command_output import asking
 
 SMALL = ("--data", "correlated(rows=50, columns=20, block=4, nonzeros=3)", "--cluster", "ethernet")
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(["schedule", *arguments])
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking("schedule")
 
 
 def test_a_table_of_sweeps(capsys: pytest.CaptureFixture[str]) -> None:

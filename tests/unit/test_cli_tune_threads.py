@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from command_output import asking
 from polytempo.cli.bench.tune_threads import verdict
-from polytempo.cli.main import app
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,7 @@ from polytempo.cli.main import app
 def test_what_cannot_be_measured_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        app(["tune", "threads", *arguments])
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in asking("tune", "threads")(capsys, *arguments, code=2)[1]
 
 
 def result(low: float, **missing: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from command_output import asking
 from laws.test_secure_sum import TOY
-from polytempo.cli.main import app
 from polytempo.core.strategy import SecureSum
 from polytempo.federated import secure_cost as module
 from polytempo.federated.secure_cost import secure_cost
@@ -61,10 +61,7 @@ def test_a_client_sends_twice_the_bytes_of_16_bits_a_number() -> None:
 
 
 def explained(capsys: pytest.CaptureFixture[str], *more: str, inner: str = "fed_avg(cohort=10)") -> str:
-    with pytest.raises(SystemExit) as end:
-        app(["explain", f"secure({inner})", "--parameters", "1000000", *more])
-    assert end.value.code == 0
-    return capsys.readouterr().out
+    return asking("explain", f"secure({inner})", "--parameters", "1000000")(capsys, *more)[0]
 
 
 def test_explain_tells_bytes_and_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import polytempo as pt
-from polytempo.cli.main import app
+from command_output import asking
 from polytempo.jobs.digits import job
 from polytempo.training.observe.trained_model import trained_model, write_outputs
 
@@ -35,13 +35,7 @@ RUNS: dict[str, tuple[pt.Strategy, dict[str, Any]]] = {
 }
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """The command's standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        app(list(arguments))
-    out = capsys.readouterr()
-    assert end.value.code == code, out.err
-    return out.out, out.err
+asked = asking()
 
 
 @pytest.fixture(scope="module")
