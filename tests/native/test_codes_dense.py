@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import assert_same_bits, by_torch, choose, instruction_sets, library, numbers
+from native.kernels import assert_same_bits, by_torch, library, numbers
 from polytempo.compression import bf16, dynamic8, fp16, int8, one_bit, sign
 from polytempo.core import Codec, NotFinite
 from polytempo.native.library import available
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(7), dynamic8(), dynamic8(33), one_bit(), sign(), sign(False)]
 SHAPES = [(0,), (1,), (31,), (33,), (5, 1), (1, 1024), (3, 1027), (40, 64), (2, 3, 5)]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def shifted(values: Tensor, num_bytes: int) -> Tensor:

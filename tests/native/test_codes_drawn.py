@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,14 +28,6 @@ class FieldsStructure(ctypes.Structure):
     """`pt_fields` of native/codes_drawn_abi.h."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in Fields._fields)
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def normal(count: int, seed: int = 0) -> Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import Buffer, assert_same_bits, by_torch, choose, instruction_sets, library
+from native.kernels import Buffer, assert_same_bits, by_torch, library
 from polytempo import compression as c
 from polytempo.compression.codecs.chunk_top_k import largest_by_sorting
 from polytempo.compression.encoding import entries
@@ -20,14 +19,6 @@ from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 SAMPLED = 4 * 65536 + 77  # from 4 samples' length on the kernel of top-k guesses a threshold first
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def drawn(n: int, seed: int) -> Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import choose, instruction_sets, library
 from polytempo.native.kernels.step import RULES, Hyper
 from polytempo.native.kernels.update import Updater, copy_
 from polytempo.native.library import available
@@ -17,14 +15,6 @@ from polytempo.native.library import available
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 LARGE = (24 << 20) // 4 + 1001
 """A few elements of f32 more than the least number written past the caches."""
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def updater(dtype: torch.dtype = torch.float32, rule: str = "sgd", momentum: float = 0.0) -> Updater:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from native.kernels import DTYPES, Buffer, choose, instruction_sets, library
+from native.kernels import DTYPES, Buffer, library
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 FLOATS = DTYPES[:4]
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def found(values: torch.Tensor, offset_bytes: int = 0) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,14 +16,6 @@ from polytempo.native.library import available
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 SIZES = [0, 1, 15, 16, 17, 511, 512, 513, 5000]
 BETA1, BETA2, EPS, DECAY, STEP = 0.9, 0.99, 1e-6, 0.01, 3
-
-
-@pytest.fixture(params=instruction_sets() if available() else [])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library().pt_isa().decode()
-    assert choose(request.param)
-    yield request.param
-    choose(before)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> list[Tensor]:
