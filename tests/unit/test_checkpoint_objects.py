@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,32 +88,38 @@ def test_what_lies_beyond_a_step_that_is_saved_again_goes(root: UrlPath) -> None
     assert len((root / "step-00000020").names()) == RANKS + 1
 
 
+def failing_at_each(tmp_path: Path, change: Callable[[], None], *errors: type[Exception]) -> Iterator[tuple[int, bool]]:
+    """Make the change of the same objects with a failure of the first operation, of the second, …, at last of none.
+
+    Each time: the operation's number, and true if the change has raised one of `errors`.
+    """
+    objects, before = tmp_path / "objects", tmp_path / "before"
+    shutil.copytree(objects, before)
+    for n in itertools.count(1):
+        shutil.rmtree(objects)
+        shutil.copytree(before, objects)
+        Store.operations, Store.fails_at, failed = 0, n, False
+        try:
+            change()
+        except errors:
+            failed = True
+        untouched, Store.fails_at = Store.operations < n, None
+        yield n, failed
+        if untouched:
+            return
+
+
 @pytest.mark.parametrize("step", [20, 30], ids=["the same step again", "the next step"])
 def test_a_save_that_fails_at_any_operation_leaves_the_former_one(root: UrlPath, tmp_path: Path, step: int) -> None:
     save(root, 10, 10.0)
     save(root, 20, 20.0)
-    objects, before = tmp_path / "objects", tmp_path / "before"
-    shutil.copytree(objects, before)
     outcomes = set()
-    for n in itertools.count(1):
-        shutil.rmtree(objects)
-        shutil.copytree(before, objects)
-        Store.operations, Store.fails_at = 0, n
-        failed = True
-        try:
-            save(root, step, 99.0)
-            failed = False
-        except CheckpointError:
-            pass
-        untouched = Store.operations < n
-        Store.fails_at = None
+    for n, failed in failing_at_each(tmp_path, lambda: save(root, step, 99.0), CheckpointError):
         assert loaded(root) == ((20, 20.0) if failed else (step, 99.0)), n
         outcomes.add(failed)
         save(root, 40, 40.0)  # and the run that goes on leaves no remains
         assert loaded(root) == (40, 40.0)
         assert all(len((root / name).names()) == RANKS + 1 for name in root.names())
-        if untouched:
-            break
     assert outcomes == {True, False}
     assert n > 8
 
@@ -176,29 +182,14 @@ def write(folder: UrlPath, number: int, value: int) -> None:
 def test_a_snapshot_that_fails_at_any_operation_leaves_the_former_one(root: UrlPath, tmp_path: Path) -> None:
     write(root, 1, 1)
     write(root, 2, 2)
-    objects, before = tmp_path / "objects", tmp_path / "before"
-    shutil.copytree(objects, before)
     numbers = set()
-    for n in itertools.count(1):
-        shutil.rmtree(objects)
-        shutil.copytree(before, objects)
-        Store.operations, Store.fails_at = 0, n
-        failed = True
-        try:
-            write(root, 3, 3)
-            failed = False
-        except (SnapshotError, OSError):
-            pass
-        untouched = Store.operations < n
-        Store.fails_at = None
+    for n, failed in failing_at_each(tmp_path, lambda: write(root, 3, 3), SnapshotError, OSError):
         number = newest_whole(root, 2)
         assert number == 3 or (failed and number == 2), n  # the object written before the failed answer is there
         numbers.add(number)
         for shard in range(2):
             found = snapshot.read(root, number, shard)
             assert (found.state, found.tensors[0].tolist()) == (bytes([number]), [float(number)] * 4)
-        if untouched:
-            break
     assert numbers == {2, 3}
     discard_beyond(root, 2)
     assert not complete(root, 3, 2)

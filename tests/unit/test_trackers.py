@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.request import urlopen
 
 import msgspec
@@ -340,17 +341,21 @@ def collector() -> Iterator[tuple[str, list[tuple[str, dict[str, str], bytes]]]]
         thread.join()
 
 
-def test_opentelemetry_sends_spans_of_the_times_in_rows(folder: Path) -> None:
-    with collector() as (url, posted):
-        for state in ("preempted", "finished"):
-            hand(table.made(t.opentelemetry(f"{url}/v1/traces")), facts(folder), state)
-    spans = [
+def spans_in(posted: list[tuple[str, dict[str, str], bytes]]) -> list[Any]:
+    return [
         span
         for _, _, body in posted
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans
         for scope in resource.scope_spans
         for span in scope.spans
     ]
+
+
+def test_opentelemetry_sends_spans_of_the_times_in_rows(folder: Path) -> None:
+    with collector() as (url, posted):
+        for state in ("preempted", "finished"):
+            hand(table.made(t.opentelemetry(f"{url}/v1/traces")), facts(folder), state)
+    spans = spans_in(posted)
     assert len({span.trace_id for span in spans}) == 1, "a resumed run goes on in its trace"
     runs = [span for span in spans if span.name == "run"]
     assert [[event.name for event in run.events][3:7] for run in runs] == [SENTENCES] * 2
@@ -376,13 +381,7 @@ def test_opentelemetry_sends_the_last_steps_of_the_trace(folder: Path) -> None:
     write_chrome_trace(folder / "trace.json", [*trace, Event(0, 30, "save", 0, 40.0, 50.0)], title="t", dropped=0)
     with collector() as (url, posted):
         hand(table.made(t.opentelemetry(f"{url}/v1/traces")), facts(folder))
-    spans = [
-        span
-        for _, _, body in posted
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    spans = spans_in(posted)
     steps = {span.span_id: span for span in spans if span.name == "step"}
     assert len(steps) == 20 * 2
     (run,) = [span for span in spans if span.name == "run"]
