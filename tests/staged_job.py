@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,3 +52,13 @@ def plain_model() -> nn.Sequential:
 def plain() -> pt.Job:
     """The same job with that model."""
     return replace(job(), model=plain_model)
+
+
+def in_double() -> pt.Job:
+    """`plain` in float64, where only the last digits are rounding; it is tested on its training data."""
+
+    def data(_: Any) -> pt.Data:
+        found = TensorDataset(*(tensor.double() for tensor in points(68, 0).tensors))
+        return pt.Data(found, found)
+
+    return replace(plain(), model=lambda: plain().model().double(), data=data)

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from laws.test_federated import job, trained
+from laws.test_federated import Point, job, trained
 from polytempo import federated as fed
 from polytempo.core import Strategy
-
-
-class Point(nn.Module):
-    """x, beside the steepness of each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, steepness: Tensor) -> Tensor:
-        return torch.cat([self.x.expand(len(steepness), 1), steepness], dim=1)
 
 
 def stands(strategy: Strategy, parabolas: Sequence[tuple[float, float]], lr: float, sizes: Sequence[int]) -> float:

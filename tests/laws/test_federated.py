@@ -200,20 +200,23 @@ def test_scaffold_is_its_plain_loop() -> None:
     close(trained(fed.scaffold(3, epochs=2, batch_size=4, server_lr=0.8), 5), plain_scaffold(5, 3, 2, 4))
 
 
+class Point(nn.Module):
+    """x, beside the steepness of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, steepness: Tensor) -> Tensor:
+        return torch.cat([self.x.expand(len(steepness), 1), steepness], dim=1)
+
+
 def test_scaffold_finds_the_common_minimum_where_fed_avg_drifts() -> None:
     """Clients k have the loss (x - aₖ)² hₖ of one sample each, and the minimum of the mean is Σ hₖ aₖ / Σ hₖ."""
     curves = TensorDataset(torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0], [-1.0]]).double())
 
-    class Curve(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-        def forward(self, steepness: Tensor) -> Tensor:
-            return torch.cat([self.x.expand(len(steepness), 1), steepness], dim=1)
-
     own = job(
-        model=Curve,
+        model=Point,
         data=lambda path: pt.Data(curves, None),
         loss=lambda output, target: (output[:, 1:] * (output[:, :1] - target) ** 2).mean(),
         correct=None,

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import polytempo as pt
-from laws.test_federated import SEED, close, data, first, job, trained
+from laws.test_federated import SEED, close, data, first, job, trained, wide
 from polytempo import federated as fed
 from polytempo.aggregation import bulyan, krum, median, trimmed_mean
 from polytempo.compression import int8, qsgd, top_k
@@ -106,11 +106,6 @@ class Row(NamedTuple):
 
 WEIGHED = ("fed_nova", "q_fed_avg", "scaffold", "fed_buff", "private")
 """Strategies that no merge counts alike."""
-
-
-def wide() -> nn.Module:
-    """A model with a tensor that codecs encode."""
-    return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 3)).double()
 
 
 def normed() -> nn.Module:

@@ -26,6 +26,7 @@ from polytempo.runs.frame import run_page as shown
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from silent_tracker import SilentTracker
 from some_cases import some_of
+from staged_job import points
 
 WORKERS = 3
 WATCHED_ROWS = ROWS
@@ -58,12 +59,6 @@ class Counting(nn.Module):
         self.calls += 1
         self.in_python += 1
         return x * (1 + 0.01 * self.calls + 0.01 * self.in_python)
-
-
-def points(num_samples: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_samples, 4, generator=generator)
-    return TensorDataset(x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1))
 
 
 TESTS: dict[str, Dataset[Any] | None] = {"none": None, "plain": points(16, 1), "drawing": Drawing(points(16, 1))}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Strategy
@@ -17,7 +16,7 @@ from polytempo.partition.schedules.facts import facts
 from polytempo.partition.staged_strategy import over_stages
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
-from staged_job import plain, points
+from staged_job import in_double, plain, points
 
 LATE = {
     "ddg": schedules.ddg(3),
@@ -39,16 +38,6 @@ INNER = [
     pt.strategies.softsync(),
 ]
 STEPS = 9
-
-
-def in_double() -> pt.Job:
-    """`plain` in float64, tested on its training data."""
-
-    def data(_: Any) -> pt.Data:
-        found = TensorDataset(*(tensor.double() for tensor in points(68, 0).tensors))
-        return pt.Data(found, found)
-
-    return replace(plain(), model=lambda: plain().model().double(), data=data)
 
 
 def trained(strategy: Strategy, workers: int) -> pt.Result:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.cluster import Crash, ethernet
@@ -24,7 +23,7 @@ from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from staged_job import plain, points
+from staged_job import in_double, plain, points
 
 FEW = [
     pt.strategies.async_sgd(shards=2, codec=feedback(bf16()), pull_codec=bf16()),
@@ -38,16 +37,6 @@ SCHEDULES = [
     schedules.interleaved(2, 2),
     schedules.zero_bubble(2, 3),
 ]
-
-
-def in_double() -> pt.Job:
-    """`plain` in float64, where only the last digits are rounding; it is tested on its training data."""
-
-    def data(_: Any) -> pt.Data:
-        found = TensorDataset(*(tensor.double() for tensor in points(68, 0).tensors))
-        return pt.Data(found, found)
-
-    return replace(plain(), model=lambda: plain().model().double(), data=data)
 
 
 def final(strategy: Strategy, workers: int, **options: Any) -> list[float]:
