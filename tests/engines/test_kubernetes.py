@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import polytempo as pt
+from engines.batch_runs import LONG_S, awaited
 from engines.emulated_cluster import Cluster, emulated_cluster
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.processes.failures import WorkerDied
@@ -26,7 +27,6 @@ from polytempo.engines.remote.ticket import AgentTicket
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
 KINDS = ("Job", "JobSet", "TrainJob", "TrainingRuntime", "Secret", "Pod")
-LONG_S = 240.0
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,22 +37,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     with emulated_cluster() as found:
         monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig(tmp_path / "config")))
         yield found
-        eventually(lambda: left(found) == {kind: [] for kind in KINDS}, "objects are left")
+        awaited(lambda: left(found) == {kind: [] for kind in KINDS}, "the end of all objects")
         assert found.pods == {}
 
 
 def left(cluster: Cluster) -> dict[str, list[str]]:
     return {kind: [each["metadata"]["name"] for each in cluster.objects(kind)] for kind in KINDS}
-
-
-def eventually(holds: Callable[[], object], what: str) -> None:
-    """Wait until it holds."""
-    waited = threading.Event()
-    for _ in range(int(LONG_S / 0.1)):
-        if holds():
-            return
-        waited.wait(0.1)
-    raise AssertionError(what)
 
 
 def here() -> str:
@@ -148,7 +138,7 @@ def test_a_killed_pod_is_replaced_and_the_run_goes_on(cluster: Cluster) -> None:
         )
     )
     run.start()
-    eventually(lambda: len(processes_of(cluster)) >= 3 + 2 + 2, "the run does not begin")
+    awaited(lambda: len(processes_of(cluster)) >= 3 + 2 + 2, "the run's begin")
     victim = next(pod for pod in list(cluster.pods.values()) if pod.index == 0)
     assert victim.process is not None
     os.killpg(victim.process.pid, signal.SIGKILL)
@@ -215,7 +205,7 @@ def launched(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[byte
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     try:
-        eventually(lambda: len(processes_of(cluster)) >= 4 or started.poll() is not None, "the run does not begin")
+        awaited(lambda: len(processes_of(cluster)) >= 4 or started.poll() is not None, "the run's begin")
         assert started.poll() is None
         yield started
     finally:
@@ -228,18 +218,18 @@ def test_an_interrupted_launcher_leaves_nothing(number: signal.Signals, cluster:
     with launched(tmp_path, cluster) as launcher:
         launcher.send_signal(number)
         assert launcher.wait(LONG_S) != 0
-    eventually(lambda: left(cluster) == {kind: [] for kind in KINDS}, "objects are left")
+    awaited(lambda: left(cluster) == {kind: [] for kind in KINDS}, "the end of all objects")
 
 
 def test_a_killed_launcher_leaves_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
     """Agents end alone; Kubernetes removes the Job after `ttl_s`, and with it the Secret."""
     with launched(tmp_path, cluster) as launcher:
         launcher.kill()
-    eventually(lambda: not cluster.pods, "agents are left")
+    awaited(lambda: not cluster.pods, "the end of all agents")
     (job,) = cluster.objects("Job")
     assert job["spec"]["ttlSecondsAfterFinished"] == 300
     cluster.api().delete("Job", job["metadata"]["name"])
-    eventually(lambda: not cluster.objects("Secret"), "the Secret outlives its owner")
+    awaited(lambda: not cluster.objects("Secret"), "the end of the Secret with its owner")
 
 
 # --- secrets

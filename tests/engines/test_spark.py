@@ -18,13 +18,13 @@ from pyspark.sql import SparkSession
 
 import polytempo as pt
 from engines import averaging
+from engines.batch_runs import awaited
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.on_spark.spark_engine import slots
 from polytempo.interop import map_reduce
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
-LONG_S = 240.0
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
@@ -62,8 +62,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def nothing_left(session: Any) -> Iterator[None]:
     """No agent is there after a test, and no task of Spark holds a slot."""
     yield
-    eventually(lambda: agents() == [], "agents are left")
-    eventually(lambda: list(session.sparkContext.statusTracker().getActiveStageIds()) == [], "stages are left")
+    awaited(lambda: agents() == [], "the end of all agents")
+    awaited(lambda: list(session.sparkContext.statusTracker().getActiveStageIds()) == [], "the end of all stages")
 
 
 def agents() -> list[int]:
@@ -79,16 +79,6 @@ def _environment(pid: str) -> dict[str, str]:
     except OSError:
         return {}
     return dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
-
-
-def eventually(holds: Callable[[], object], what: str) -> None:
-    """Wait until it holds."""
-    waited = threading.Event()
-    for _ in range(int(LONG_S / 0.1)):
-        if holds():
-            return
-        waited.wait(0.1)
-    raise AssertionError(what)
 
 
 STRATEGIES = {
@@ -245,7 +235,7 @@ def interrupted(by: Callable[[], object]) -> threading.Thread:
     """Does it, once both agents have a worker each."""
 
     def wait() -> None:
-        eventually(lambda: len(agents()) >= 4, "the run does not begin")
+        awaited(lambda: len(agents()) >= 4, "the run's begin")
         by()
 
     thread = threading.Thread(target=wait)
