@@ -170,7 +170,7 @@ def _used(path: str) -> Iterator[str]:
             yield found
     yield from (found for text in facts.strings if text.startswith("polytempo.") and (found := _path(text)))
     if path.startswith("tests/"):
-        yield "tests/conftest.py"
+        yield from {"tests/conftest.py", f"{Path(path).parent}/conftest.py"}
 
 
 def _defined(module: str, dotted: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from polytempo.engines.engine import Result
 from polytempo.engines.join.init import init
@@ -81,3 +81,12 @@ def close(a: list[float], b: list[float], tolerance: float) -> bool:
     """True if two lists of numbers are equal up to `tolerance` relative to the norm of the second."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return x.shape == y.shape and bool((x - y).norm() <= tolerance * y.norm())
+
+
+def assert_as_alone(work: Callable[[ProcessWorld], Result], num_steps: int, **options: float) -> None:
+    """Run `work` on two ranks. Both must return the parameters of `loop` in one process, by SGD with `options`."""
+    alone = small()
+    loop(alone, SGD(alone.parameters(), **options), batches(num_steps))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), 1e-12)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polytempo as pt
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
-from process.crew import batches, close, flat, loop, mine, small, squared, together
+from process.crew import assert_as_alone, batches, close, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -75,11 +75,7 @@ def test_gradients_may_be_dropped_or_zeroed(set_to_none: bool) -> None:
             optimizer.step()
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(STEPS))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), EXACT)
+    assert_as_alone(work, STEPS, lr=0.1, momentum=0.9)
 
 
 def test_shards_of_a_data_set_that_no_batch_size_divides() -> None:
@@ -383,11 +379,7 @@ def test_a_rank_that_uses_no_parameter_at_all_takes_part_with_zeros() -> None:
         optimizer.step()
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.05), batches(1))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), EXACT)
+    assert_as_alone(work, 1, lr=0.05)
 
 
 def test_a_late_gradient_reaches_a_parameter_that_the_present_step_leaves_out() -> None:

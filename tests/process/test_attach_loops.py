@@ -17,7 +17,7 @@ import polytempo as pt
 from polytempo.core import NotFinite, Promise, Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
-from process.crew import batches, close, flat, loop, mine, small, squared, together
+from process.crew import assert_as_alone, batches, close, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -203,11 +203,7 @@ def test_a_rank_that_a_loss_does_not_reach_takes_part_after_gradients_were_dropp
         optimizer.step()
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.05), batches(1))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), 1e-12)
+    assert_as_alone(work, 1, lr=0.05)
 
 
 # --- the model
@@ -348,8 +344,4 @@ def test_a_whole_graph_is_compiled() -> None:
         loop(torch.compile(net, backend="eager", fullgraph=True), optimizer, mine(batches(2), world))  # type: ignore[arg-type]
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.1), batches(2))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), 1e-12)
+    assert_as_alone(work, 2, lr=0.1)

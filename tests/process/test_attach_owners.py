@@ -15,7 +15,7 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
-from process.crew import Batch, batches, close, flat, loop, mine, small, squared, together
+from process.crew import Batch, assert_as_alone, batches, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -109,11 +109,7 @@ def test_a_wrapper_and_what_it_wraps_are_one(attached: str) -> None:
         assert handle.step == 4
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.1), batches(4))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), 1e-12)
+    assert_as_alone(work, 4, lr=0.1)
 
 
 def test_after_detach_any_optimizer_may() -> None:

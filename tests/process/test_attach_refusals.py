@@ -18,7 +18,7 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
-from process.crew import batches, close, flat, loop, mine, small, squared, together
+from process.crew import assert_as_alone, batches, close, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -142,11 +142,7 @@ def test_reentrant_checkpointing() -> None:
             loop(counted, optimizer, mine(batches(3), world))
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.1), batches(3))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), 1e-12)
+    assert_as_alone(work, 3, lr=0.1)
 
 
 # --- errors in backward
@@ -172,11 +168,7 @@ def test_a_backward_pass_that_failed_can_be_done_again() -> None:
             optimizer.step()
         return flat(net)
 
-    alone = small()
-    loop(alone, SGD(alone.parameters(), lr=0.1), batches(3))
-    first, second = together(2, work)
-    assert first == second
-    assert close(first, flat(alone), 1e-12)
+    assert_as_alone(work, 3, lr=0.1)
 
 
 def test_after_an_exchange_has_begun_it_cannot() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,13 @@ from polytempo.runs.run_collective import run_collective
 from polytempo.spec.precision import parse_precision
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from process.elastic_stories import Story, harmed, trains_with, watching
 from waiting import soon
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 STEPS = 120
 EPOCHS = 15
-
-Story = Callable[[ElasticLauncher], Any]
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
-
 
 calls: list[float] = []
 
@@ -93,34 +80,10 @@ def told(story: Story, spec: RunSpec, hurry: Path, wanted: list[int] | None = No
 
     When the story has ended, the run hurries to its end.
     """
-    plot: list[Iterator[None]] = []
-
-    def watch(launcher: ElasticLauncher) -> None:
-        if not plot:
-            plot.append(story(launcher))
-        if next(plot[0], hurry) is hurry:
-            hurry.touch()
-
     available = None if wanted is None else lambda: wanted[-1]
-    result = run_elastic(spec, pt.engines.local(), None, available, watch)
+    result = run_elastic(spec, pt.engines.local(), None, available, watching(story, hurry))
     assert hurry.exists(), "the run was over before the story"
     return result
-
-
-def trains_with(launcher: ElasticLauncher, size: int) -> Iterator[None]:
-    """Until a step was made by so many workers together."""
-    while launcher.view is None or len(launcher.view.members) != size or not launcher.is_training:
-        yield
-
-
-def harm(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
-    """Send a signal to a member, and wait until the others train without it."""
-    assert launcher.view is not None
-    life = launcher.view.members[rank]
-    process: Any = launcher.processes[life]
-    os.kill(process.pid, number)
-    while life in launcher.view.members or not launcher.is_training:
-        yield
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -133,7 +96,7 @@ def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         for rank, number in ((0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGTERM)):
             yield from trains_with(launcher, 3)
-            yield from harm(launcher, rank, number)
+            yield from harmed(launcher, rank, number)
         for size in (4, 1, 2):
             wanted.append(size)
             yield from trains_with(launcher, size)
@@ -184,7 +147,7 @@ def test_with_the_local_batch_kept_the_rate_follows_the_number_of_workers(tmp_pa
 
     def watch(launcher: ElasticLauncher) -> None:
         if not hurry.exists() and launcher.is_training:
-            next(harm(launcher, 1, signal.SIGKILL))
+            next(harmed(launcher, 1, signal.SIGKILL))
             hurry.touch()
 
     result = run_elastic(spec, pt.engines.local(), None, None, watch)
@@ -203,8 +166,8 @@ def test_what_a_worker_raises_ends_the_run() -> None:
 def test_too_few_workers_end_the_run(tmp_path: Path) -> None:
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         yield from trains_with(launcher, 3)
-        next(harm(launcher, 1, signal.SIGKILL))
-        next(harm(launcher, 2, signal.SIGKILL))
+        next(harmed(launcher, 1, signal.SIGKILL))
+        next(harmed(launcher, 2, signal.SIGKILL))
         while True:
             yield
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from process.test_elastic import job, trains_with
+from process.elastic_stories import trains_with, watching
+from process.test_elastic import job
 from process.test_remote_engine import agent_pids, children_of
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left_by_agents")]
 
 EPOCHS = 15
 STRATEGY = "sync_sgd(route=invariant(slices=5))"
@@ -34,16 +34,6 @@ sys.path.insert(0, {tests!r})
 from process.test_elastic import job as made
 job = made({hurry})
 """
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders, the agents' too; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def named(folder: Path, name: str, hurry: Path | None) -> pt.Job:
@@ -78,7 +68,6 @@ def is_left(launcher: ElasticLauncher, host: int) -> Iterator[None]:
 def test_hosts_leave_fall_silent_and_die_and_the_weights_are_the_calm_runs(tmp_path: Path) -> None:
     """Host 2 gets SIGTERM; host 1 stops as a whole, comes back when it is given up, gets a worker and is killed."""
     hurry, out = tmp_path / "hurry", tmp_path / "run"
-    plot: list[Iterator[None]] = []
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         agents = agent_pids(os.getpid())
@@ -98,11 +87,6 @@ def test_hosts_leave_fall_silent_and_die_and_the_weights_are_the_calm_runs(tmp_p
         os.kill(agents[1], signal.SIGKILL)
         yield from is_left(launcher, 1)
 
-    def watch(launcher: ElasticLauncher) -> None:
-        plot.extend([] if plot else [story(launcher)])
-        if next(plot[0], hurry) is hurry:
-            hurry.touch()
-
     strategy, options = pt.parse_strategy(STRATEGY), RunOptions(epochs=EPOCHS, seed=2, timeout_s=60.0)
     calm = run_collective(RunSpec.of(job(), strategy, 3, options), pt.engines.local())
     elastic = RunOptions(epochs=EPOCHS, seed=2, timeout_s=60.0, min_workers=1, max_workers=4, out=out)
@@ -113,7 +97,9 @@ def test_hosts_leave_fall_silent_and_die_and_the_weights_are_the_calm_runs(tmp_p
         address="127.0.0.1",
         environment={"POLYTEMPO_NATIVE": "0"},
     )
-    result = run_elastic(RunSpec.of(named(tmp_path, "own.py", hurry), strategy, 3, elastic), engine, None, None, watch)
+    result = run_elastic(
+        RunSpec.of(named(tmp_path, "own.py", hurry), strategy, 3, elastic), engine, None, None, watching(story, hurry)
+    )
     assert hurry.exists(), "the run was over before the story"
     assert result.parameters_sha256 == calm.parameters_sha256
     assert result.ledger == calm.ledger

@@ -23,12 +23,12 @@ from polytempo.runs.run_collective import run_collective
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from process.elastic_stories import harmed, trains_with, watching
 from process.test_elastic_hosts import host_of, members_of, named
-from process.test_elastic_rounds import digits, harmed, told, trains_with
-from process.test_elastic_rounds import private as private
+from process.test_elastic_rounds import digits, told
 from process.test_remote_engine import agent_pids, children_of
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 EPOCHS, SAMPLES = 6, 1437
 BY_DILOCO = "islands(outer=diloco(period=6, outer_momentum=0.5))"
@@ -169,8 +169,7 @@ def test_an_island_that_dies_takes_down_no_other(tmp_path: Path) -> None:
 def test_an_island_on_a_silent_host_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members of the other island wait for it between islands; theirs goes on, within itself by gloo."""
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # of agents
-    hurry, plot = tmp_path / "hurry", list[Iterator[None]]()
-    islands: list[set[int]] = []
+    hurry, islands = tmp_path / "hurry", list[set[int]]()
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         agents = agent_pids(os.getpid())
@@ -184,11 +183,6 @@ def test_an_island_on_a_silent_host_is_left_behind(tmp_path: Path, monkeypatch: 
         for pid in silent:
             os.kill(pid, signal.SIGCONT)  # it comes back, and ends its old processes
 
-    def watch(launcher: ElasticLauncher) -> None:
-        plot.extend([] if plot else [story(launcher)])
-        if next(plot[0], hurry) is hurry:
-            hurry.touch()
-
     options = RunOptions(epochs=15, seed=2, timeout_s=60.0, min_workers=1, max_workers=4)
     engine = Ssh(
         ("a", "b"),
@@ -198,7 +192,7 @@ def test_an_island_on_a_silent_host_is_left_behind(tmp_path: Path, monkeypatch: 
         environment={"POLYTEMPO_NATIVE": "0"},
     )
     spec = RunSpec.of(named(tmp_path, "own.py", hurry), pt.parse_strategy(BY_DILOCO), 4, options)
-    result = run_elastic(spec, engine, None, None, watch)
+    result = run_elastic(spec, engine, None, None, watching(story, hurry))
     assert islands[0] >= {0, 2}, "the first ones of both hosts' workers"
     assert result.ledger is not None
     assert [(row["twice"], row["never"]) for row in result.ledger] == [(0, 0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,12 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher
+from process.elastic_stories import harmed, watching
 from waiting import soon
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 SAMPLES, EPOCHS = 61, 4
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def fresh() -> pt.training.ElasticState:
@@ -95,23 +86,11 @@ def test_each_sample_counts_once_over_kills_and_joins(precision: str | None, tmp
         for size, number in ((2, signal.SIGKILL), (2, signal.SIGTERM)):
             while launcher.view is None or len(launcher.view.members) < size or not launcher.is_training:
                 yield
-            life = launcher.view.members[0]
-            process: Any = launcher.processes[life]
-            os.kill(process.pid, number)
-            while life in launcher.view.members or not launcher.is_training:
-                yield
+            yield from harmed(launcher, 0, number)
         while len(launcher.view.members) < 2 or not launcher.is_training:
             yield
 
-    plot: list[Iterator[None]] = []
-
-    def watch(launcher: ElasticLauncher) -> None:
-        if not plot:
-            plot.append(story(launcher))
-        if next(plot[0], hurry) is hurry:
-            hurry.touch()
-
-    used, weight = pt.elastic(train, fresh(), workers=2, watch=watch)
+    used, weight = pt.elastic(train, fresh(), workers=2, watch=watching(story, hurry))
     assert used == [EPOCHS] * SAMPLES
     assert weight != fresh().model.weight.item()
     assert hurry.exists()

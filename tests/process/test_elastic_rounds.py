@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,24 +22,16 @@ from polytempo.spec.precision import precision_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.synchronization import every
+from process.elastic_stories import harmed, trains_with, watching
 from waiting import soon
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 EPOCHS, SAMPLES = 8, 1437
 ACCURACY_SPREAD = 0.03
 """Two runs with workers that come and go at other steps differ less: three times the noise of 360 test samples at 97
 %."""
 Story = Callable[[ElasticLauncher, list[int]], Iterator[None]]
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 calls: list[float] = []
@@ -60,22 +50,6 @@ def digits(hurry: Path) -> pt.Job:
     return replace(found, loss=loss)
 
 
-def trains_with(launcher: ElasticLauncher, size: int) -> Iterator[None]:
-    """Until a step was made by so many workers together."""
-    while launcher.view is None or len(launcher.view.members) != size or not launcher.is_training:
-        yield
-
-
-def harmed(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
-    """Send a signal to a member, and wait until the others train without it."""
-    assert launcher.view is not None
-    life = launcher.view.members[rank]
-    process: Any = launcher.processes[life]
-    os.kill(process.pid, number)
-    while life in launcher.view.members or not launcher.is_training:
-        yield
-
-
 def all_sorts(launcher: ElasticLauncher, room: list[int]) -> Iterator[None]:
     """The first worker is killed, one leaves, there is room for one more, and for one alone."""
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -88,15 +62,8 @@ def all_sorts(launcher: ElasticLauncher, room: list[int]) -> Iterator[None]:
 
 def told(story: Story, spec: RunSpec, hurry: Path, workers: int = 3) -> Any:
     """An elastic run with `story`; it hurries to its end afterwards."""
-    plot: list[Iterator[None]] = []
     room = [workers]
-
-    def watch(launcher: ElasticLauncher) -> None:
-        if not plot:
-            plot.append(story(launcher, room))
-        if next(plot[0], hurry) is hurry:
-            hurry.touch()
-
+    watch = watching(lambda launcher: story(launcher, room), hurry)
     result = run_elastic(spec, pt.engines.local(), None, lambda: room[-1], watch)
     assert hurry.exists(), "the run was over before the story"
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.keys import make_keys
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 DIGITS = pt.jobs.find("digits")
 LONG_S = 60.0
@@ -62,15 +61,6 @@ def loss(output, target):
 
 job = replace(digits, name="diverges", loss=loss, correct=None)
 """
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders in this test; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def job_in(folder: Path, text: str) -> pt.Job:

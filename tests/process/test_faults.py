@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from polytempo.training.observe import checkpoint_writer
 from process.crew import squared
 from shared_memory import segments
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("private")]
 
 WORKERS = 2
 STEPS = 8
@@ -168,14 +167,6 @@ PLACES = {
     "at the end": (0, 0, 8),
 }
 """The victim, the number of earlier passes of the place, and the step of the checkpoint that must be there then."""
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of private folders in this test; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def run(plan: Plan, out: Path, **options: Any) -> list[Any]:

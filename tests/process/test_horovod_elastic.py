@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from polytempo.horovod.launcher.run_ranks import RanksFailed
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from process.test_remote_engine import children_of
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left")]
 
 TRAINS = """
 import os, sys, time
@@ -68,15 +67,6 @@ assert all(torch.equal(mine, other) for each in weights for mine, other in zip(e
 with open(os.environ["POLYTEMPO_ANSWER_FILE"], "w") as file:
     file.write(repr([state.used, resets, os.getpid()]))
 """
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def script_of(ranks: ElasticRanks, life: int) -> int:

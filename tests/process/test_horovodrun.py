@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
 from polytempo.horovod.launcher.settings import LaunchSettings
 from waiting import soon
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("none_left_by_agents")]
 
 MEETS = """
 import os, sys
@@ -83,16 +81,6 @@ def work(tensor, more=0.0):
     hvd.init()
     return hvd.rank(), os.environ.get("HOROVOD_CACHE_CAPACITY"), hvd.allreduce(tensor.float(), op=hvd.Sum) + more
 """
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders, the agents' too; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def horovodrun(folder: Path, source: str, *options: str) -> tuple[int, str, str]:

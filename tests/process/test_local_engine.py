@@ -24,11 +24,9 @@ from polytempo.engines.join.environment import recognise
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo
-from process.launches import private, rest
+from process.launches import rest
 
-__all__ = ["private"]
-
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("private")]
 
 
 # --- workers' arguments and results

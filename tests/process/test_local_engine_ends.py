@@ -27,11 +27,9 @@ from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.fork import fork
 from polytempo.engines.processes.janitor import private_folder
 from polytempo.engines.processes.worker import RankInfo, Result
-from process.launches import private, rest
+from process.launches import rest
 
-__all__ = ["private"]
-
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("private")]
 
 DEADLINE_S = 30.0
 

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.keys import make_keys
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600), pytest.mark.usefixtures("none_left_by_agents")]
 
 DIGITS = pt.jobs.find("digits")
 LONG_S = 120.0
@@ -60,16 +59,6 @@ class Telling:
 
 pt.run(pt.jobs.find("digits"), pt.strategies.sync_sgd(), 1, epochs=10_000, engine=Telling())
 """
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders in this test, the agents' too; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    assert list(folder.glob("polytempo-*")) == []
 
 
 def agents(*names: str) -> Ssh:

@@ -20,30 +20,23 @@ import pytest
 from torch import Tensor
 
 import polytempo as pt
+from benchmark_module import benchmark
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.report.status.rows import read_metrics
 from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.server.coordinator.chains import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
-from process.harmed_runs import harm
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("private")]
 
 SEED = random.SystemRandom().randrange(1_000_000)
 QUICK = {"beat_s": 0.1, "lost_s": 0.8, "worker_lost_s": 0.8}
 """Instead of seconds: how soon a process that is silent is given up."""
 
 
+harm = benchmark("parameter_server/harm.py")
 Fault, Watching = harm.Fault, harm.Watching
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of private folders in this test; there may be none afterwards."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def faulty(*faults: Any, kind: type = Watching) -> Callable[[ServedRun, ProcessSupervisor], Any]:

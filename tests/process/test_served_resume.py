@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
+from benchmark_module import benchmark
 from polytempo.core import Strategy
 from polytempo.jobs.digits import job as digits
 from polytempo.replay.replay import replay
@@ -35,35 +35,12 @@ pytestmark = pytest.mark.process
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 3, 2, 2
 EVERY, ENOUGH = 10, 20
 """Steps between snapshots, and batches until a worker may wait for one: both together then made as many steps."""
+harm = benchmark("parameter_server/harm.py")
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Counts(nn.Module):
-    """A weight for each ticket of an epoch, twice: each of two shards holds one half."""
-
-    def __init__(self, tickets: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.zeros(tickets)), nn.Parameter(torch.zeros(tickets))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(batch, tickets) -> (batch,)"""
-        return inputs @ self.first + inputs @ self.second
-
-
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean()
-
-
-def counting(loss: Loss = mean, tickets: int = TICKETS) -> pt.Job:
-    samples = TensorDataset(torch.eye(tickets), torch.zeros(tickets))
-    return pt.Job(
-        model=partial(Counts, tickets),
-        data=lambda folder: pt.Data(samples, samples),
-        loss=loss,
-        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1.0),
-        batch_size=1,
-        name="counting",
-    )
+def counting(loss: Loss | None = None, tickets: int = TICKETS) -> pt.Job:
+    return harm.counting(tickets, loss, tested=True)
 
 
 def strategy(**more: Any) -> Strategy:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import polytempo as pt
+from benchmark_module import benchmark
 from polytempo.cluster import ethernet
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
@@ -28,13 +29,13 @@ from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from process.harmed_runs import harm
 from staged_job import plain
 
 pytestmark = pytest.mark.process
 
 SEED = random.SystemRandom().randrange(1_000_000)
 STEPS = 12
+harm = benchmark("parameter_server/harm.py")
 
 
 def in_step(schedule: schedules.Schedule) -> Strategy:

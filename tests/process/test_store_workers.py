@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,18 +97,23 @@ def site(bucket: Path, worker: int, kill_at: int | None) -> None:
     (bucket / f"model-{worker}.json").write_text(json.dumps(flat(net)))
 
 
-def test_a_killed_process_comes_again_and_each_sample_counts_once(tmp_path: Path) -> None:
+def killed_once(target: Callable[..., None], *arguments: object, at: int) -> None:
+    """Run three sites `target(*arguments, worker, step of its death)`. The last one dies, and is started again."""
     fork = multiprocessing.get_context("fork").Process
-    sites = [fork(target=site, args=(tmp_path, worker, 5 if worker == 2 else None)) for worker in range(WORKERS)]
+    sites = [fork(target=target, args=(*arguments, worker, at if worker == 2 else None)) for worker in range(WORKERS)]
     for each in sites:
         each.start()
     sites[2].join(100)
     assert sites[2].exitcode == -signal.SIGKILL
-    sites[2] = fork(target=site, args=(tmp_path, 2, None))
+    sites[2] = fork(target=target, args=(*arguments, 2, None))
     sites[2].start()
     for each in sites:
         each.join(100)
     assert [each.exitcode for each in sites] == [0, 0, 0]
+
+
+def test_a_killed_process_comes_again_and_each_sample_counts_once(tmp_path: Path) -> None:
+    killed_once(site, tmp_path, at=5)
     rows = list(history(ObjectStore(objects_at(tmp_path), str(tmp_path))))
     counted: Counter[tuple[int, int]] = Counter()
     for row in rows:
@@ -127,7 +133,7 @@ LOGGED = {
 }
 
 
-def pusher(bucket: Path, worker: int, strategy: str, kill_at: int | None) -> None:
+def pusher(bucket: Path, strategy: str, worker: int, kill_at: int | None) -> None:
     """A site that pushes movements. Its model is large enough to be encoded."""
     torch.set_num_threads(1)
     world = pt.join_bucket(bucket, worker=worker, workers=WORKERS, timeout_s=100.0)
@@ -149,17 +155,7 @@ def pusher(bucket: Path, worker: int, strategy: str, kill_at: int | None) -> Non
 @pytest.mark.parametrize("strategy", LOGGED.values(), ids=LOGGED)
 def test_a_process_that_is_killed_with_a_movement_under_way_comes_again(strategy: str, tmp_path: Path) -> None:
     """Worker 2 has pushed in step 8, and would take the parameters in after step 10."""
-    fork = multiprocessing.get_context("fork").Process
-    sites = [fork(target=pusher, args=(tmp_path, worker, strategy, 9 if worker == 2 else None)) for worker in range(3)]
-    for each in sites:
-        each.start()
-    sites[2].join(100)
-    assert sites[2].exitcode == -signal.SIGKILL
-    sites[2] = fork(target=pusher, args=(tmp_path, 2, strategy, None))
-    sites[2].start()
-    for each in sites:
-        each.join(100)
-    assert [each.exitcode for each in sites] == [0, 0, 0]
+    killed_once(pusher, tmp_path, strategy, at=9)
     entries = list(logged(ObjectStore(objects_at(tmp_path), str(tmp_path))))
     counted: Counter[tuple[int, int]] = Counter()
     for entry in entries:

@@ -14,7 +14,8 @@ from polytempo.runs.elastic.run_elastic import ElasticLauncher
 from polytempo.runs.run_collective import run_collective
 from polytempo.worlds import ProcessWorld
 from process.crew import together
-from process.test_elastic import harm, job, spec_of, told, trains_with
+from process.elastic_stories import harmed, trains_with
+from process.test_elastic import job, spec_of, told
 
 pytestmark = pytest.mark.process
 
@@ -33,7 +34,7 @@ def test_workers_are_killed_and_join_and_the_weights_are_the_calm_runs(tmp_path:
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         yield from trains_with(launcher, 3)
-        yield from harm(launcher, 0, signal.SIGKILL)
+        yield from harmed(launcher, 0, signal.SIGKILL)
         for size in (4, 2):
             wanted.append(size)
             yield from trains_with(launcher, size)
@@ -51,7 +52,7 @@ def test_rounds_of_local_steps_lose_a_worker_and_no_sample(tmp_path: Path) -> No
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         yield from trains_with(launcher, 3)
-        yield from harm(launcher, 1, signal.SIGKILL)
+        yield from harmed(launcher, 1, signal.SIGKILL)
         yield from trains_with(launcher, 3)
 
     spec = spec_of(replace(job(hurry), data=sharded), "local_sgd(period=5)", min_workers=1, max_workers=3)

@@ -6,17 +6,16 @@ left.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmark_module import benchmark
 from polytempo.native.group import Group
 from shared_memory import segments
 
@@ -26,19 +25,7 @@ SEED = random.SystemRandom().randrange(1_000_000)
 NUM_KILLS = 20
 DEADLINE_S = 1.0
 """Longer than a rank that has met the others is kept from its first call by other programs."""
-
-
-def _loaded() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "one_host" / "kills.py"
-    spec = importlib.util.spec_from_file_location("kills", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-kills = _loaded()
+kills = benchmark("one_host/kills.py")
 
 
 def test_survivors_of_a_kill_raise_peer_lost_long_before_their_deadline() -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmark_module import benchmark
 
-def _loaded() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "attacks" / "attacks.py"
-    spec = importlib.util.spec_from_file_location("attacks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-attacks = _loaded()
+attacks = benchmark("attacks/attacks.py")
 SEED = random.SystemRandom().randrange(1_000_000)
 TIMES = {"frames": 3_000, "kills": 6, "bits": 30, "manifests": 60, "standings": 60, "strings": 400}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,19 +10,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import polytempo as pt
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "scaling" / "networks.py"
+from benchmark_module import benchmark
 
 
 @pytest.fixture(scope="module")
 def networks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling_networks", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("scaling/networks.py")
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmark_module import benchmark
 
-def _loaded() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "convergence.py"
-    spec = importlib.util.spec_from_file_location("convergence", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-convergence = _loaded()
+convergence = benchmark("pipeline/convergence.py")
 SETTING = convergence.DIGITS._replace(layers=(64, 48, 48, 48, 10))
 MAKES = convergence.LATE | convergence.ESTIMATED
 EPOCHS = 8
