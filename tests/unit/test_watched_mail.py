@@ -14,7 +14,7 @@ from polytempo.runs.own_loop.loop_link import WatchedMail
 
 
 class Silent:
-    """A mailbox with messages for those who do not wait; a wait advances its clock."""
+    """A mailbox that answers calls without a wait only. A wait advances its clock."""
 
     def __init__(self, *mail: tuple[int, str]) -> None:
         self.now_s, self.mail = 100.0, list(mail)
