@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import select
@@ -65,15 +66,25 @@ def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
     assert list(private.iterdir()) == []
 
 
+def closed_stream() -> io.StringIO:
+    """A program may leave such a stream in place of a standard file."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("left", [None, closed_stream()], ids=["none", "closed"])
 @pytest.mark.parametrize("closed", [(0,), (1, 2), (0, 1, 2)])
-def test_a_launcher_may_have_no_standard_files(closed: tuple[int, ...], private: Path) -> None:
+def test_a_launcher_may_have_no_standard_files(
+    closed: tuple[int, ...], left: io.StringIO | None, private: Path
+) -> None:
     """A daemon has none: the janitor and the workers redirect them, and must not find a pipe of the run there."""
     listening, speaking = os.pipe()
 
     def launcher() -> None:
         for standard in closed:
             os.close(standard)
-            setattr(sys, ("stdin", "stdout", "stderr")[standard], None)
+            setattr(sys, ("stdin", "stdout", "stderr")[standard], left)
         files = launch(lambda rank_info: [os.readlink(f"/proc/self/fd/{file}") for file in range(3)], 2)
         print("said")
         os.write(speaking, json.dumps(files).encode())

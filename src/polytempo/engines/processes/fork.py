@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 # macOS has no prctl: there the janitor alone ends the workers of a launcher that was killed.
@@ -30,13 +30,14 @@ def reserve_standard_files() -> None:
     """Open the null device in place of closed standard files (input, output, error), as `<&-` leaves them.
 
     Else the next file, pipe or socket gets descriptor 0, 1 or 2, and a child that redirects its standard files
-    overwrites it. Call it first in a program, and before a fork.
+    overwrites it, and a note on standard error is an exception. Call it first in a program, and before a fork.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # as Python says that it was closed
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):  # None: Python found it closed
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
@@ -47,8 +48,9 @@ def fork(child: Callable[[], None]) -> int:
     `child`: no exit handler, `finally` or test runner of this process runs in it. Its garbage collector leaves
     this process's objects alone: their end may wait for threads, and a fork has none of these.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # another thread has closed it, or it is the caller's and has none
+            stream.flush()
     with held_signals():
         process = _fork()
         if process == 0:
