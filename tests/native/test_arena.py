@@ -219,6 +219,14 @@ def test_a_limited_address_space_makes_it_smaller(monkeypatch: pytest.MonkeyPatc
     assert Arena(GIB).num_bytes == 128 * MIB
 
 
+def test_a_limit_on_files_is_named_and_no_descriptor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "ftruncate", refusing(errno.EFBIG))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="ulimit -f"):
+        Arena(MIB)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_only_this_user_may_read_it_and_it_has_no_name(either: Arena) -> None:
     filled(either, 100)
     status = os.fstat(either.address.descriptor)

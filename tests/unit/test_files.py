@@ -187,6 +187,7 @@ def test_json_that_no_run_has_written_is_refused_by_name(tmp_path: Path, content
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "free space"),
         (OSError(errno.EACCES, "denied"), "let this process write"),
         (RuntimeError("Read-only file system (os error 30)"), "let this process write"),
+        (OSError(errno.EFBIG, "large"), "ulimit -f"),
         (ConnectionResetError(errno.ECONNRESET, "reset"), "answers"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -81,6 +82,22 @@ def test_a_second_owner_is_refused_by_name_and_nothing_is_left(out: Place) -> No
     assert locks(out) == []
     with held(out, PATIENT):
         pass
+
+
+def test_a_lock_that_cannot_be_written_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run of this process holds the folder immediately."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), held(tmp_path):
+            pass
+    assert (os.listdir(tmp_path), os.listdir("/proc/self/fd")) == ([], before)
+    with held(tmp_path):
+        assert locks(tmp_path)
 
 
 @pytest.mark.parametrize("listed", [[], [1], [1, 2, 7]], ids=str)

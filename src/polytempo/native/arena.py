@@ -64,7 +64,12 @@ class Arena:
 
     def __init__(self, num_bytes: int | None = None) -> None:
         self._descriptor, self._unlimited = _nameless()
-        self.num_bytes = _reserved(self._descriptor, num_bytes or _physical_bytes())
+        try:
+            self.num_bytes = _reserved(self._descriptor, num_bytes or _physical_bytes())
+        except OSError as error:
+            os.close(self._descriptor)
+            remedy = "; let files be larger (ulimit -f)" if error.errno == errno.EFBIG else ""
+            raise OSError(error.errno, f"no shared memory: {os.strerror(error.errno or 0)}{remedy}") from error
         self._mapping = Mapping(self._descriptor, self.num_bytes)
         self._mapping.prefer_large_pages()
         self.base = self._mapping.base

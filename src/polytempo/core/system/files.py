@@ -108,6 +108,8 @@ def remedy(error: Exception, path: Place) -> str:
     number = _number(error)
     if number in _LOCKED:
         return "let this process write there"
+    if number == errno.EFBIG:
+        return "let its files be larger (ulimit -f)"
     if number not in FULL:
         return "see that it answers"
     row = refusal_of({"file", "full disk"})

@@ -155,6 +155,7 @@ class Lock:
                 continue  # another process was first, though perhaps its lock is not listed yet
             if self._there({*self._numbers()} - {*before, self._number}):
                 self._remove(self._number)
+                self._close()
                 continue
             for number in before:
                 self._remove(number)
@@ -187,6 +188,9 @@ class Lock:
         with suppress(OSError):
             if self._is_mine(self._read(self._number)):
                 self._remove(self._number)
+        self._close()
+
+    def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -275,8 +279,13 @@ class Lock:
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             except FileExistsError:
                 return False
-            _lock(self._file)
-            self._write(content)  # last: who reads nothing yet does not take the owner for gone
+            try:
+                _lock(self._file)
+                self._write(content)  # last: who reads nothing yet does not take the owner for gone
+            except BaseException:  # its disk is full, say: an empty lock that is held would keep this process out
+                self._remove(self._number)
+                self._close()
+                raise
         return True
 
     def _write(self, content: bytes) -> None:
