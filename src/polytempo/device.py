@@ -326,6 +326,19 @@ def autocast_enabled() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(each) for each in kinds)
 
 
+@contextmanager
+def first_modes() -> Iterator[None]:
+    """Compute gradients, and make tensors on the host, as in a new process.
+
+    The caller may be inside `no_grad()` or `inference_mode()`, and may have set a default device.
+    """
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))  # it enables gradients, too
+        if torch.get_default_device() != HOST:
+            modes.enter_context(HOST)
+        yield
+
+
 class Autocast:
     """The autocast of the thread that makes it, on the host and on the accelerator, for other threads."""
 

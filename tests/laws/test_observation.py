@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from polytempo.report.status.records import Logged
 from polytempo.report.status.stream import stream
 from polytempo.runs.frame import run_page as shown
 from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.model import randomness
 from silent_tracker import SilentTracker
 from some_cases import some_of
 from staged_job import points
@@ -160,3 +163,36 @@ def test_no_way_of_watching_changes_a_run(row: Row, tmp_path: Path, monkeypatch:
 
 def test_each_kind_of_observer_is_watched_in_every_way() -> None:
     assert set(IN_EVERY_WAY) <= {label(row) for row in WATCHED_ROWS}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")],
+    ids=["no_grad", "inference", "meta"],
+)
+def test_a_simulation_and_the_program_around_it_do_not_change_each_other(block: Callable[[], Any]) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    usual = trained(ROWS[0], "drawing")
+    torch.manual_seed(5)
+    with block():
+        assert trained(ROWS[0], "drawing") == usual
+    found = states()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(5)
+    assert found == states()
+
+
+def test_simulations_in_several_threads_take_turns() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        free.append(threads.submit(randomness._turn.acquire, blocking=False).result())
+        return nn.functional.mse_loss(output, target)
+
+    free = list[bool]()
+    with ThreadPoolExecutor(1) as threads:
+        pt.simulate(job(None, loss), "sync_sgd", 2, steps=1)
+        assert set(free) == {False}
+        assert threads.submit(randomness._turn.acquire, blocking=False).result()
+        threads.submit(randomness._turn.release).result()

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +120,18 @@ def test_workers_compute_after_the_launcher_has_computed_with_openmp() -> None:
         return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], torch.ones(1 << 20).add_(1).sum().item()]
 
     assert launch(work, 2, threads=1, timeout_s=30) == [[1, "1", float(2 << 20)]] * 2
+
+
+@pytest.mark.parametrize(
+    "block", [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")], ids=["no_grad", "inference", "meta"]
+)
+def test_workers_begin_with_torchs_first_modes_whatever_block_the_launcher_is_in(block: Callable[[], Any]) -> None:
+    def work(rank_info: RankInfo) -> Result:
+        return [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.empty(0).device)]
+
+    with block():
+        found = launch(work, 1)
+    assert found == [[True, False, "cpu"]]
 
 
 def test_garbage_of_the_launcher_comes_to_its_end_there_alone() -> None:

@@ -190,3 +190,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_a_hogwild_run(tmp_path: Path) 
 
     with pytest.raises(pt.errors.WorkerDied, match=r"cannot write .*No space left.*PT3001"):
         together(2, trained)
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd", "ssp"])
+def test_a_run_leaves_the_launchers_generators_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The imports of torch's compiler draw from Python's; a parameter server's weights are made by torch's."""
+    monkeypatch.setattr("polytempo.runs.run.import_module", lambda name: random.random())
+    before = random.getstate(), torch.get_rng_state().tolist()
+    pt.run("digits", strategy, workers=2, steps=1, threads=1)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before

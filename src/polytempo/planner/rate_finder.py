@@ -12,7 +12,6 @@ from functools import partial
 from html import escape
 from typing import Any, Unpack
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -118,11 +117,10 @@ def find_rate(
     asked = replace(asked, steps=steps, epochs=None, lr=low, schedule=None)
     callbacks = [each for each in asked.callbacks if not getattr(each, "measures", ())]
     asked = replace(asked, until={}, eval_every=None, callbacks=[*callbacks, seen])  # nothing is evaluated
-    with torch.random.fork_rng():
-        try:
-            name = simulate(trial, strategy, workers, cluster, asked).strategy
-        except NotFinite:
-            seen.found.diverged, name = True, str(strategy)
+    try:
+        name = simulate(trial, strategy, workers, cluster, asked).strategy
+    except NotFinite:
+        seen.found.diverged, name = True, str(strategy)
     found = seen.found
     found.check(made.name)
     numbers = (found.suggested, found.steepest, found.least, found.rates, found.losses, found.diverged)

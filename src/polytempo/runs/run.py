@@ -42,6 +42,7 @@ from polytempo.trackers.table import check_libraries
 from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
+from polytempo.training.model.randomness import caller_state_kept
 from polytempo.training.model.run_device import may_use_device
 from polytempo.training.observe.callback_host import bring_states
 from polytempo.training.trainer import Trainer, held_by_first
@@ -99,6 +100,7 @@ def run(
     return result.made_by(job, spec.options.out)
 
 
+@caller_state_kept()  # imports draw from Python's generator
 def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:
     """Refuse impossible runs before anything is started or written, and print notes on surprising settings.
 
@@ -139,6 +141,7 @@ def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:
     return [each for spec in specs for each in (*(in_order([spec.first]) if spec.first else ()), spec)]
 
 
+@caller_state_kept()
 def performed(
     spec: RunSpec,
     engine: EngineSetup,
@@ -184,6 +187,7 @@ def _say_missed(spec: RunSpec, result: Result) -> None:
         print(f"note: {missed}", file=sys.stderr)
 
 
+@caller_state_kept()
 def join(
     job: Job | str,
     strategy: Strategy | str,

@@ -20,6 +20,7 @@ import torch
 from polytempo.core.errors import JobFailed, NotFinite
 from polytempo.core.system.first_failure import in_short
 from polytempo.core.system.notice import Preempted, ignore_hangup
+from polytempo.device import first_modes
 from polytempo.engines.deaths.verdict import Complaint
 from polytempo.engines.engine import Failure, Result
 from polytempo.engines.processes import janitor
@@ -63,7 +64,8 @@ def serve(work: Callable[[RankInfo], Result], rank_info: RankInfo, log: Path, la
 
 def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
     try:
-        _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
+        with first_modes():
+            _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
     except BaseException as error:
         with suppress(OSError):  # each of the two may be on a disk that is full
             _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure_by(error)))

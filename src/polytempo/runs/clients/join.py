@@ -56,7 +56,7 @@ from polytempo.training.federated.client_movements import from_wire, to_wire
 from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.remote_rounds import NO_ROUND
 from polytempo.training.job.evaluate import Evaluation, tensors_of
-from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.model.randomness import caller_state_kept, kept_random_states
 from polytempo.wire.channel import ChannelClient
 
 PATIENCE_S = 600.0
@@ -77,6 +77,7 @@ class ClientPart(NamedTuple):
     """Rounds that this process has trained in."""
 
 
+@caller_state_kept()
 def join(
     job: Job | str,
     ticket: str | Path | ClientTicket,

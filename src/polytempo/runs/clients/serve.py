@@ -32,10 +32,11 @@ from polytempo.training.federated.local_passes import LocalPasses
 from polytempo.training.federated.noise_record import NoiseRecord
 from polytempo.training.federated.remote_rounds import RemoteData
 from polytempo.training.job.evaluate import tensors_of
-from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.model.randomness import caller_state_kept, kept_random_states
 from polytempo.training.trainer import Trainer
 
 
+@caller_state_kept()
 def serve(
     job: Job | str,
     strategy: Strategy | str,

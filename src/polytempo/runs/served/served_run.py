@@ -37,6 +37,7 @@ from polytempo.server.record import Entry
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.randomness import in_turn
 from polytempo.training.observe.callback_host import host_of
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import Attendance
@@ -73,7 +74,8 @@ class ServedRun:
     def __init__(self, spec: RunSpec, frame: RunFrame, events: RunEvents) -> None:
         self.spec, self.out, self.events = frame.placed(spec), frame.out, events
         self.options = self.spec.options
-        self.program = ServedProgram(self.spec, forks=True)
+        with in_turn():
+            self.program = ServedProgram(self.spec, forks=True)
         self.evaluator = self.plan.topology.evaluator if self.program.scores else None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None

@@ -55,6 +55,7 @@ from polytempo.training.job.program import train
 from polytempo.training.job.start import replica_of, with_start
 from polytempo.training.model.epoch_lengths import schedule_in_run
 from polytempo.training.model.ports import ports_of
+from polytempo.training.model.randomness import caller_state_kept, in_turn
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.callback_host import host_of
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -84,6 +85,8 @@ _Together = BatchedReplicas | WorkersInStep | WorkersInTurn
 """Computes for many workers together."""
 
 
+@in_turn()
+@caller_state_kept()
 def simulate(
     job: Job | str,
     strategy: Strategy | str,

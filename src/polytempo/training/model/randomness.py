@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from polytempo.device import first_modes, seed_generators
 from polytempo.device import kept_random_states as kept_generators
-from polytempo.device import seed_generators
+
+_turn = threading.RLock()
+
+
+def _forked() -> None:
+    global _turn
+    _turn = threading.RLock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Let one thread after the other be inside: torch's generators are the process's."""
+    with _turn:
+        yield
+
+
+@contextmanager
+def caller_state_kept() -> Iterator[None]:
+    """Begin with torch's first modes, also inside a block of the caller, and restore the random states at the end."""
+    kept = ExitStack()
+    kept.enter_context(kept_random_states())
+    try:
+        with first_modes():
+            yield
+    finally:
+        with in_turn():
+            kept.close()
 
 
 @contextmanager
