@@ -320,20 +320,22 @@ def _generators() -> list[tuple[Any, tuple[int, ...]]]:
 # ---------------------------------------------------------------------- modes of a thread
 
 
-def autocast_enabled() -> tuple[bool, ...]:
-    """True where this thread casts: on the host, and on the accelerator in use."""
+def autocast_enabled() -> dict[str, bool]:
+    """Kind of device -> whether this thread casts there: on the host, and on the accelerator in use."""
     kinds = (HOST.type,) if (used := _used()) is None else (HOST.type, used[0])
-    return tuple(torch.is_autocast_enabled(each) for each in kinds)
+    return {each: torch.is_autocast_enabled(each) for each in kinds}
 
 
 @contextmanager
 def first_modes() -> Iterator[None]:
-    """Compute gradients, and make tensors on the host, as in a new process.
+    """Compute gradients, cast nothing, and make tensors on the host, as in a new process.
 
-    The caller may be inside `no_grad()` or `inference_mode()`, and may have set a default device.
+    The caller may be inside `no_grad()`, `inference_mode()` or `autocast()`, and may have set a default device.
     """
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))  # it enables gradients, too
+        for kind in [each for each, casts in autocast_enabled().items() if casts]:
+            modes.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device() != HOST:
             modes.enter_context(HOST)
         yield

@@ -167,8 +167,8 @@ def test_each_kind_of_observer_is_watched_in_every_way() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")],
-    ids=["no_grad", "inference", "meta"],
+    [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu"), partial(torch.device, "meta")],
+    ids=["no_grad", "inference", "autocast", "meta"],
 )
 def test_a_simulation_and_the_program_around_it_do_not_change_each_other(block: Callable[[], Any]) -> None:
     def states() -> tuple[Any, ...]:

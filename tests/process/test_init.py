@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -161,6 +162,14 @@ def test_nobody_there_is_a_world_of_one(script: Path) -> None:
     answers, said = ended(script, [[]], [{}])
     assert answers == [[0, 1, 1.0, [0], []]]
     assert said == ["polytempo: a world of one\n"]
+
+
+def test_a_program_with_a_closed_standard_error_joins_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert pt.init().size == 1
+    sys.stderr.close()
 
 
 def test_a_busy_port_is_named(script: Path) -> None:

@@ -123,15 +123,18 @@ def test_workers_compute_after_the_launcher_has_computed_with_openmp() -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")], ids=["no_grad", "inference", "meta"]
+    "block",
+    [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu"), partial(torch.device, "meta")],
+    ids=["no_grad", "inference", "autocast", "meta"],
 )
 def test_workers_begin_with_torchs_first_modes_whatever_block_the_launcher_is_in(block: Callable[[], Any]) -> None:
     def work(rank_info: RankInfo) -> Result:
-        return [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.empty(0).device)]
+        modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
+        return [*modes, str(torch.empty(0).device)]
 
     with block():
         found = launch(work, 1)
-    assert found == [[True, False, "cpu"]]
+    assert found == [[True, False, False, "cpu"]]
 
 
 def test_garbage_of_the_launcher_comes_to_its_end_there_alone() -> None:

@@ -67,7 +67,7 @@ def test_autocast_in_another_thread() -> None:
         thread = threading.Thread(target=compute, args=(each,))
         thread.start()
         thread.join()
-    assert found == [(torch.bfloat16, (True,)), (torch.float32, (False,))]
+    assert found == [(torch.bfloat16, {"cpu": True}), (torch.float32, {"cpu": False})]
 
 
 def test_the_host_counts_no_memory() -> None:

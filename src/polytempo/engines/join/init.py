@@ -42,6 +42,7 @@ from polytempo.engines.join.keyed_store import KeyedStore, StoreHolder
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.join.returned_rank import count_life, running
 from polytempo.engines.join.server_ranks import KEYS, check_servers, dismiss, meet, serve
+from polytempo.engines.processes.fork import reserve_standard_files
 from polytempo.interop.autoload import register
 from polytempo.native.library import available
 from polytempo.wire.keys import Keys, read_keys
@@ -91,6 +92,7 @@ def init(
     world = current()
     if world.size > 1 or world.servers is not None:
         return _laid_out(world, mesh)
+    reserve_standard_files()
     place = recognise(os.environ)
     launcher = "" if place.launcher == "none" else place.launcher
     if dist.is_initialized():
