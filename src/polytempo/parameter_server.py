@@ -44,7 +44,8 @@ def main() -> int:
             order, blobs = _read(sys.stdin.buffer)
             if order is None:
                 return 0  # no epoch was begun
-            die_with(order["launcher"])
+            if order["lasting"]:  # else `LoopServer` looks for rank 0's end alone
+                die_with(order["launcher"])
             facts = LoopFacts.from_plain(order["facts"], *blobs)
             say({"ended": LoopServer(facts, order, say, sys.stdin.fileno()).serve()})
             return 0

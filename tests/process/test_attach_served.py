@@ -8,6 +8,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_a_rank_that_stops_early_leaves_its_batches_to_the_others(strategy: Stra
     (weights, account), (same, _) = together(2, work)
     assert weights == same
     assert once(account)
+
+
+def test_a_loop_that_a_thread_has_begun_outlives_it() -> None:
+    def work(world: ProcessWorld) -> Result:
+        with ThreadPoolExecutor() as pool:
+            loop = pool.submit(Loop, s.downpour(lr=0.01)).result()
+            pool.submit(loop.epoch).result()
+        loop.epoch()
+        loop.handle.detach()
+        return loop.handle.account
+
+    assert once(together(1, work)[0], epochs=2)
 
 
 def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _STANDARD_ERROR = 2
 _POLL_S = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED = ("ignore", re.compile(r".*use of fork\(\) may lead to"), DeprecationWarning, None, 0)
 
 
 def reserve_standard_files() -> None:
@@ -94,10 +96,18 @@ def _outside_of_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Python 3.12 warns wherever threads run; `local.launch` looks at them itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*use of fork\(\) may lead to", category=DeprecationWarning)
+    """Python 3.12 warns wherever threads run; `local.launch` looks at them itself.
+
+    `warnings.catch_warnings` would put back the list that it found, and with two threads a filter would stay, or go.
+    """
+    filters = warnings.filters
+    filters.insert(0, _IGNORED)  # type: ignore[attr-defined] # it is a list
+    try:
         yield
+    finally:
+        for each in [filters] if filters is warnings.filters else [filters, warnings.filters]:  # of another thread
+            with suppress(ValueError):
+                each.remove(_IGNORED)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -181,7 +191,10 @@ def ignore_ending_signals() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, however that happens."""
+    """Let the kernel kill this process when its parent dies, however that happens.
+
+    The kernel does so at the end of the parent's thread that has started it: it must last as long as the process.
+    """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was told

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ class ServerProcess:
                 start_new_session=True,
             )
         self._text = b""
+        self._lasting = threading.current_thread() is threading.main_thread()
+        """True if the thread that has started it lasts as long as this process."""
 
     @property
     def pid(self) -> int:
@@ -51,7 +54,7 @@ class ServerProcess:
         `hand_over(text)` gets the ticket for ranks that serve, if there are any.
         """
         assert self._process.stdin is not None
-        text = json.dumps(order).encode()
+        text = json.dumps({**order, "lasting": self._lasting}).encode()
         parts = [text, *blobs]
         try:
             for part in (LENGTHS.pack(*map(len, parts)), *parts):
