@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,12 +190,26 @@ def test_a_cluster_names_the_number_that_was_written(make: Callable[[], object],
         make()
 
 
-def test_a_folder_that_cannot_be_made_is_a_wrong_value(tmp_path: Path) -> None:
+def unencodable(path: Path, *_: object, **__: object) -> None:
+    str(path).encode("ascii")
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "by", "message"),
+    [
+        ("file/run", None, None, r"out \S+: no folder can be made there \(Not a directory\)"),
+        ("run", (os, "access"), lambda *_: False, r"out \S+: this process may not write there"),  # a read-only disk
+        ("\xe4", (Path, "mkdir"), unencodable, r"out '\S+xe4': .* ascii .*PYTHONUTF8"),
+    ],
+    ids=["below a file", "read-only", "the C locale"],
+)
+def test_a_folder_that_cannot_be_made_is_a_wrong_value(
+    name: str, broken: tuple[Any, str] | None, by: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ValueError, match=r"out \S+: no folder can be made there \(Not a directory\)"),
-        began(tmp_path / "file/run"),
-    ):
+    if broken is not None:
+        monkeypatch.setattr(*broken, by)
+    with pytest.raises(ValueError, match=message), began(tmp_path / name):
         raise AssertionError("not reached")
 
 

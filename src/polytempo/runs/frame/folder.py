@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -57,6 +58,11 @@ def _make(out: Place) -> None:
     except OSError as error:
         said = "it cannot be listed" if isinstance(out, UrlPath) else "no folder can be made there"
         raise ValueError(f"out {out}: {said} ({error.strerror}); name another place") from error
+    except UnicodeEncodeError as error:
+        said = f"names of files are {error.encoding} here, which has not all of its characters"
+        raise ValueError(f"out {str(out)!a}: {said}; set PYTHONUTF8=1, or name another place") from error
+    if not isinstance(out, UrlPath) and not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"out {out}: this process may not write there; name another place")
 
 
 def _has_begun(out: Place) -> bool:
