@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -198,3 +199,18 @@ def test_a_ticket_that_all_can_read_is_refused(tmp_path: Any) -> None:
         AgentTicket.read(path)
     path.chmod(0o600)
     assert AgentTicket.read(path).keys == KEYS
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_signals_wait_while_a_monitor_begins(end: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyzmq does not repeat that call after a signal, and its exception would end a program with a SIGCHLD handler."""
+    masks, begin = list[set[int]](), zmq.Socket.get_monitor_socket
+
+    def seen(*given: Any) -> Any:
+        masks.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        return begin(*given)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", seen)
+    (connected(server) if end == "client" else Server("tcp://127.0.0.1:*", KEYS, FromAgent)).close()  # type: ignore[arg-type]
+    assert [{signal.SIGCHLD, signal.SIGALRM} <= mask for mask in masks] == [True]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

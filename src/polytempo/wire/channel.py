@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from polytempo.wire.context import end_context
+from polytempo.wire.context import end_context, monitor_of
 from polytempo.wire.guard import ConnectionGuard, Known, watch_by_tcp
 from polytempo.wire.keys import ClientKeys, Keys
 from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, Frame, cut, named, received
@@ -153,7 +153,7 @@ class ChannelClient(Generic[In, Out]):
         self._dealer.curve_serverkey = keys.server_public
         self._dealer.curve_publickey, self._dealer.curve_secretkey = keys.client_public, keys.client_secret
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(events)
+        self._monitor = monitor_of(self._dealer, events)
         self._parted_s: float | None = time.monotonic()
         self._dealer.connect(address)
 

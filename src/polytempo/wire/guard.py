@@ -26,6 +26,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.core.system import descriptors
+from polytempo.wire.context import monitor_of
 from polytempo.wire.descriptor_copy import descriptor_copy
 from polytempo.wire.keys import Keys
 from polytempo.wire.unfinished import LOOK_S, UnfinishedBytes
@@ -63,7 +64,7 @@ class ConnectionGuard:
         self._come = self._let_in = 0
         self._client, self._known = keys.client if keys is not None else None, known
         self._strangers = Strangers(descriptors.raised())
-        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED)
+        self._monitor = monitor_of(socket, zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED)
         self._questions: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._questions.linger = self._monitor.linger = 0
         self._questions.bind(_ZAP)
