@@ -182,7 +182,7 @@ bench: install ## run every benchmark (longer)
 # Each line is there as soon as its run has ended, so that a night that is cut short keeps what it found.
 bench-night: install ## tables of federated papers, whose runs take hours; data lie in POLYTEMPO_DATA, results in build/night
 	@mkdir -p build/night
-	$(BIN)/python benchmarks/federated/main.py --raw --rates 0.05 0.1 0.2 0.5 | tee build/night/mcmahan-2017.md
+	$(BIN)/python benchmarks/federated/main.py --raw --rates 0.05 0.1 0.2 0.5 --workers 2 --out build/night/mcmahan-2017 | tee build/night/mcmahan-2017.md
 	$(BIN)/python benchmarks/federated/niid.py --resume | tee build/night/niid-bench.md
 
 soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames, hundreds of killed processes (hours)

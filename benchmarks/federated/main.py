@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.errors import NotFinite
+from polytempo.report.runs import has_result, load_result
 
 
 def dense() -> nn.Module:
@@ -86,6 +87,8 @@ def rounds_to_goal(name: str, rate: float, data: Path, asked: argparse.Namespace
     """Rounds until the test accuracy is the goal, and seconds. ∞: there were too few, or a loss was not finite."""
     begin_s, rounds, case = time.perf_counter(), math.inf, CASES[name]
     out = asked.out and asked.out / f"{name}-{rate:g}"
+    if out and has_result(out) and (ended := load_result(out))["reached"]:
+        return ended["steps"], ended["seconds"]
     strategy = pt.federated.fed_avg(10, epochs=case.epochs, batch_size=case.batch_size)
     with suppress(NotFinite):
         found = (pt.run if asked.workers > 1 else pt.simulate)(
